@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from longctx.launch.accelerate import default_config_file
 from longctx.settings import profile_keys as keys
+from longctx.settings.schema import TRUE
 from longctx.untrusted.files import check_file
 
 
@@ -28,7 +29,8 @@ class Asked(NamedTuple):
     value: Any
     """As the file has it: text where it comes from the environment. The flag's kind converts and checks it."""
     key: str
-    """Where it stands, for messages: `gradient_clipping`, or `bf16.enabled in deepspeed_config_file ds.json`."""
+    """Where it stands, for messages: `gradient_clipping`, or `bf16.enabled in deepspeed_config_file ds.json`. With its
+    value there where that is another: `mixed_precision bf16`."""
 
 
 FLAG_FIRST = frozenset({"lr_scheduler_type"})
@@ -93,6 +95,9 @@ class Launcher:
 _HANDLED_HERE = ("PARALLELISM_CONFIG_", "ACCELERATE_USE_PARALLELISM_CONFIG", "FSDP_ACTIVATION_CHECKPOINTING")
 """Variables that begin so are taken out: longctx does what they ask for."""
 
+MOST_CHARACTERS = 64_000
+"""Of a deepspeed_config_file, which a variable passes on in base64. Linux limits it to 128 KiB."""
+
 _TAKEN = "LONGCTX_TAKEN_FROM_LAUNCHER"
 """Variable with what was taken out of the environment, for processes that start from it."""
 
@@ -129,6 +134,7 @@ def read_profile(env: MutableMapping[str, str] | None = None) -> Launcher:
         else:
             env[name] = after
     is_launched = "RANK" in env and "WORLD_SIZE" in env
+    _whole(env["RANK"] if is_launched else None, "RANK", least=0)
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in env
     return Launcher(
         world_size=_whole(env["WORLD_SIZE"], "WORLD_SIZE") if is_launched else None,
@@ -155,7 +161,7 @@ class _Profile:
         stage = env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2" if _engine(env) == "deepspeed" else None)  # its default
         self.zero_stage = _whole(stage, "zero_stage", least=0, most=3)
         self.dp_shard = self._read_degrees(env)
-        self.ask("bf16", env.get("ACCELERATE_MIXED_PRECISION") == "bf16" or None, "mixed_precision")
+        self.ask("bf16", env.get("ACCELERATE_MIXED_PRECISION", "").lower() == "bf16" or None, "mixed_precision bf16")
         self.ask("use_cpu", _is_on(env, "ACCELERATE_USE_CPU") or None, "use_cpu")
         for key in ("gradient_clipping", "gradient_accumulation_steps"):
             self.ask(keys.READ[key], env.get(f"ACCELERATE_{key.upper()}"), key)
@@ -199,14 +205,14 @@ class _Profile:
         for name, backend in (("cp", "ring"), ("sp", "ulysses")):
             if size[name] > 1:
                 self.ask("sp", size[name], f"parallelism_config_{name}_size")
-                self.ask("sp_backend", backend, f"parallelism_config_{name}_size")
+                self.ask("sp_backend", backend, f"parallelism_config_{name}_size {size[name]}")
         if size["dp_replicate"] > 1:
             self.ask("dp_replicate", size["dp_replicate"], "parallelism_config_dp_replicate_size")
         return size["dp_shard"] if size["dp_shard"] > 1 else None
 
     def _read_fsdp(self, env: Mapping[str, str]) -> None:
         if _is_on(env, "FSDP_OFFLOAD_PARAMS"):
-            self.ask("offload_param_device", "cpu", "fsdp_offload_params")
+            self.ask("offload_param_device", "cpu", "fsdp_offload_params true")
         if _is_on(env, "FSDP_ACTIVATION_CHECKPOINTING"):
             self.ask("activation_checkpointing", True, "fsdp_activation_checkpointing")
         if _is_on(env, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"):
@@ -314,7 +320,7 @@ def _check_variables(env: Mapping[str, str]) -> None:
             f"distributed_type {[*kinds, 'XLA'][0]} in {profile_name()} is not supported. "
             "Use a profile of configs/, such as --config_file configs/fsdp2.yaml."
         )
-    if (precision := env.get("ACCELERATE_MIXED_PRECISION")) in ("fp16", "fp8"):
+    if (precision := env.get("ACCELERATE_MIXED_PRECISION", "").lower()) in ("fp16", "fp8"):
         raise ValueError(_unverified(f"mixed_precision {precision} in {profile_name()}"))
     for name in sorted(name for name in env if name.startswith(keys.PREFIXES)):
         accepted = keys.VARIABLES[name].split() if name in keys.VARIABLES else keys.INERT
@@ -350,7 +356,10 @@ def _check_connected(env: Mapping[str, str]) -> None:
 
 def _json_of(file: str) -> dict[str, Any]:
     try:
-        values = json.loads(check_file(Path(file)).read_text(encoding="utf-8"), object_pairs_hook=_each_once)
+        text = check_file(Path(file)).read_text(encoding="utf-8")
+        if len(text) > MOST_CHARACTERS:
+            raise ValueError(f"it has {len(text):,} characters, and at most {MOST_CHARACTERS:,} fit the environment")
+        values = json.loads(text, object_pairs_hook=_each_once)
         if not isinstance(values, dict):
             raise ValueError(f"it is {str(values)[:60]!r}, expected an object")
         return values
@@ -363,6 +372,8 @@ def _json_of(file: str) -> dict[str, Any]:
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(names := [name for name, _ in pairs]) > len(set(names)):
         raise ValueError(f"{max(names, key=names.count)} is there more than once")
+    if dotted := next((name for name in names if "." in name), None):
+        raise ValueError(f"{dotted} has a dot, and DeepSpeed's sections are objects")
     return dict(pairs)
 
 
@@ -401,7 +412,7 @@ def _engine(env: Mapping[str, str]) -> str | None:
 
 
 def _is_on(env: Mapping[str, str], name: str) -> bool:
-    return env.get(name, "false").lower() in ("true", "1", "yes")
+    return env.get(name, "false").lower() in TRUE
 
 
 def _whole(value: Any, key: str, *, least: int = 1, most: int = sys.maxsize) -> int | None:

@@ -76,9 +76,9 @@ def _with_profile(settings: Settings, launcher: Launcher, errors: list[str]) -> 
     for name, (value, key) in launcher.values.items():
         flag = settings.flag(name)
         key, _, place = key.partition(" in ")
-        place = place or profile_name()
+        place, shown = place or profile_name(), key if " " in key else f"{key} {value}"
         try:
-            value = check(flag, value, f"{key} {value} in {place}")
+            value = check(flag, value, f"{shown} in {place}")
         except ValueError as error:
             errors.append(str(error))
             continue
@@ -89,15 +89,15 @@ def _with_profile(settings: Settings, launcher: Launcher, errors: list[str]) -> 
         elif given not in (None, "auto"):
             if given != value and name not in FLAG_FIRST:
                 errors.append(
-                    f"--{flag.name} {given} contradicts {place}, which sets {key} {value}. Change one of them, or set "
-                    "the key to auto."
+                    f"--{flag.name} {given} contradicts {place}, which sets {shown}. Change one of them, or set the "
+                    "key to auto."
                 )
             continue
         elif value != settings[flag.name] and flag.group == "Training" and name not in FLAG_FIRST:
             settings = settings.note(f"{flag.name} {value} is the profile's {key}")
         settings = replace(
             settings.with_("profile", **{flag.name: value}),
-            profile_keys={**settings.profile_keys, flag.name: f"{key} in {place}"},
+            profile_keys={**settings.profile_keys, flag.name: f"{shown} in {place}"},
         )
     return settings
 
@@ -135,6 +135,8 @@ def _reports(settings: Settings) -> Iterator[str]:
         module = INTEGRATIONS.get(name, "")
         if name not in INTEGRATIONS and name not in ("none", "all"):
             yield f"is not an integration of transformers. Use none, all, or any of {', '.join(INTEGRATIONS)}"
+        elif name in ("none", "all") and isinstance(names, list) and len(names) > 1:
+            yield f"has {name} beside others. Use {name} alone, or leave it out"
         elif module and find_spec(module) is None:
             package = module.replace("_", "-")
             yield f"needs the package {package}, which is not installed. Run pip install {package}, or use none"

@@ -25,7 +25,7 @@ class Settings(Mapping[str, Any]):
     arguments: tuple[str, ...] = ()
     """The command line, to start further processes with."""
     profile_keys: Mapping[str, str] = field(default_factory=dict)
-    """Where the profile set a value, as `gradient_clipping` or `optimizer.params.lr in zero2.json`."""
+    """What sets a value in the profile, as `optimizer.params.lr 1e-4 in deepspeed_config_file zero2.json`."""
     notes: tuple[str, ...] = ()
     """Printed when the run starts."""
 
@@ -76,7 +76,7 @@ class Settings(Mapping[str, Any]):
         value = self.of[name]
         if self.origins.get(name) != "profile":
             return f"--{name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
-        return asked_by(self.profile_keys[name], value)
+        return self.profile_keys[name]
 
     def as_asked(self, message: str) -> str:
         """Return a message that names the profile's keys in the place of flags that nobody gave."""
@@ -101,9 +101,3 @@ class Settings(Mapping[str, Any]):
     def note(self, *notes: str) -> Settings:
         """Return a copy with these notes."""
         return replace(self, notes=(*self.notes, *notes))
-
-
-def asked_by(key: str, value: object) -> str:
-    """Return a profile's key with its value and its file, as a message begins with it."""
-    name, _, place = key.partition(" in ")
-    return f"{name} {value} in {place}"

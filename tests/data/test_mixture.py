@@ -390,8 +390,8 @@ REPEATS = ["--dataset_stopping_strategy", "all_exhausted"]
     [
         ([*TWO, "--dataset_name", "c"], "--dataset_name c beside --datasets a.jsonl b.jsonl: keep one"),
         ([*TWO, "--dataset_weights", "1"], "--dataset_weights 1.0 for 2 --datasets: give one weight"),
-        ([*TWO, "--dataset_weights", "1", "0"], "--dataset_weights 1 0 is out of range: leave out a data set"),
-        ([*TWO, "--dataset_weights", "1", "nan"], "--dataset_weights 1 nan is out of range"),
+        ([*TWO, "--dataset_weights", "1", "0"], "--dataset_weights 0 is out of range: leave out a data set"),
+        ([*TWO, "--dataset_weights", "1", "nan"], "--dataset_weights nan is out of range"),
         ([*TWO, "--test_split_size", "2"], "--test_split_size 2 is out of range: it is a share of the documents."),
         ([*TWO, "--test_split_size", "0.5", "--streaming", "True"], "--test_split_size 0.5 of a stream"),
         (

@@ -55,6 +55,7 @@ CHANGED = {
     "deepspeed_multinode_launcher": lambda old: "pdsh",
     "gradient_accumulation_steps": lambda old: 4,
     "gradient_clipping": lambda old: 0.5,
+    "fsdp_version": lambda old: 3 - old,
     "fsdp_auto_wrap_policy": lambda old: "SIZE_BASED_WRAP",
     "fsdp_backward_prefetch": lambda old: "BACKWARD_POST",
     "fsdp_state_dict_type": lambda old: "SHARDED_STATE_DICT",
@@ -67,9 +68,7 @@ def changed(key, old):
         return CHANGED[key](old)
     if old == "FULL_SHARD":
         return "SHARD_GRAD_OP"
-    return (
-        not old if isinstance(old, bool) else old % 3 + 1 if key.startswith(("zero", "fsdp_version")) else old * 2 or 1
-    )
+    return not old if isinstance(old, bool) else old % 3 + 1 if key.startswith("zero") else old * 2 or 1
 
 
 READ_BY_LONGCTX = ("parallelism_config_", "zero_stage", "gradient_", "fsdp_activation_checkpointing", "fsdp_version")

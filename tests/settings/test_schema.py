@@ -146,7 +146,7 @@ REFUSING = [(f"{method} {flag.name} {value}", flag, value) for method, flag in O
 @pytest.mark.parametrize(("flag", "value"), [row[1:] for row in REFUSING], ids=[row[0] for row in REFUSING])
 def test_a_value_outside_is_refused_with_the_flag_the_value_and_a_remedy(flag, value):
     words = [str(word) for word in value] if isinstance(value, list) else str(value)
-    shown = " ".join(words) if isinstance(value, list) else words
+    shown = words[-1] if isinstance(value, list) else words  # the one that is wrong
     for given in (value, words):
         with pytest.raises(ValueError, match=r"Use |Leave it out|choose the engine|set ") as error:
             check(flag, given)
