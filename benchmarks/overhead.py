@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,7 @@ class AlternateReporting(TrainerCallback):
         self.inside = 0.0
         self.num_regions = 0
         self._add, self._log = trainer.step_metrics.add, trainer.log
-        self._record = regions.record_function
+        self._enter = regions.region.__enter__
         trainer.step_metrics.add = self._timed(self._add)  # type: ignore[method-assign]
         trainer.log = self._timed(self._log)  # type: ignore[method-assign]
         self.is_on = False
@@ -74,16 +73,19 @@ class AlternateReporting(TrainerCallback):
             clock._begin(clock._part)
         elif not self.is_on:
             clock.is_running = False
-        regions.record_function = self._count if self.is_on else _nothing  # type: ignore[assignment,misc]
+        regions.region.__enter__ = self._counted() if self.is_on else self._enter  # type: ignore[method-assign]
         self._began = now
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         num_on = sum(on for on, *_ in self.steps) + self.is_on
         control.should_log = self.is_on and num_on % self.logging_steps == 0
 
-    def _count(self, name: str) -> Any:
-        self.num_regions += 1
-        return self._record(name)
+    def _counted(self) -> Callable[[regions.region], None]:
+        def enter(region: regions.region) -> None:
+            self.num_regions += 1
+            self._enter(region)
+
+        return enter
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -96,10 +98,6 @@ class AlternateReporting(TrainerCallback):
                 self.inside += time.thread_time() - begin
 
         return timed
-
-
-def _nothing(name: str) -> Any:
-    return nullcontext()
 
 
 def be_rank(arguments: list[str], logging_steps: int, result: Path) -> None:

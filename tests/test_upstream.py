@@ -39,6 +39,7 @@ ATTRIBUTES = {
     "_current_graph_task_id": ("torch._C", "traces tell a backward pass inside another"),
     "_cdata": ("torch:UntypedStorage", "one key for all tensors of a storage"),
     "_local_tensor": ("torch.distributed.tensor:DTensor", "traces count a rank's shard"),
+    "_is_profiler_enabled": ("torch.autograd.profiler", "named regions cost nothing while nobody traces"),
     "_pytree": ("torch.utils", "arguments are made fake wherever they lie"),
     "_version": ("torch:Tensor", "labels that were changed in place are counted anew"),
     # torch: modules and optimizers
