@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from longctx.settings.schema import Rule
+from longctx.settings.schema import FLOAT, TEXT, Rule
 from longctx.settings.values import Settings
 from longctx.untrusted.files import check_path
 
@@ -25,6 +25,13 @@ class Source:
     """Columns that are read. Default: all."""
     fraction: float | None = None
     """The share of its documents that is read."""
+
+    def __str__(self) -> str:
+        return self.path
+
+
+_KINDS = {"name": TEXT, "split": TEXT, "fraction": FLOAT}
+"""Kinds of a Source's values, which are the same as those of flags."""
 
 
 _OF_ONE = ("dataset_name", "dataset_config", "dataset_train_split")
@@ -71,7 +78,7 @@ def _source(entry: object) -> Source:
     values = {"path": entry} if isinstance(entry, str) else entry
     if isinstance(entry, Source):
         return entry
-    if not isinstance(values, Mapping) or not isinstance(values.get("path"), str):
+    if not isinstance(values, Mapping) or not isinstance(values.get("path"), str) or not values["path"]:
         raise ValueError(
             f"datasets: {entry!r} is not a data set. Expected '- path: FILE, FOLDER OR NAME' in each entry."
         )
@@ -82,13 +89,19 @@ def _source(entry: object) -> Source:
                 f"datasets: {path} sets {name} {values[name]}, which is not supported. Name the file, folder or glob "
                 "itself: path: my_data/*.jsonl."
             )
-    if unknown := sorted(set(values) - {field.name for field in fields(Source)} - {"data_dir", "data_files"}):
+    if unknown := sorted(set(map(str, values)) - {field.name for field in fields(Source)} - {"data_dir", "data_files"}):
         raise ValueError(
             f"datasets: {path} sets {unknown[0]}, which is not a key. The keys are path, name, split, columns and "
             "fraction. Give weights with --dataset_weights."
         )
     check_path("datasets", path)
-    source = Source(**{name: value for name, value in values.items() if name not in ("data_dir", "data_files")})
+    given = {name: value for name, value in values.items() if value is not None}
+    for name in given.keys() & _KINDS:
+        try:
+            given[name] = _KINDS[name].convert(given[name])
+        except (ValueError, TypeError):
+            raise ValueError(f"datasets: {path} has {name} {given[name]!r}; expected {_KINDS[name].name}.") from None
+    source = Source(**given)
     if source.columns is not None and not (
         isinstance(source.columns, list) and all(isinstance(column, str) for column in source.columns)
     ):
@@ -107,7 +120,7 @@ def _positive(value: Any) -> bool:
 MIXTURE_RULES = (
     Rule(
         "dataset_name datasets",
-        lambda s: s["dataset_name"] is not None and s.is_set("datasets"),
+        lambda s: s["dataset_name"] is not None and s.is_set("datasets") and s["datasets"],
         lambda s: f"beside --datasets {' '.join(source.path for source in s['datasets'])}: keep one of the two",
     ),
     Rule(

@@ -125,8 +125,11 @@ _VARIABLES = {
     "PARALLELISM_CONFIG_": "CP_SIZE DP_REPLICATE_SIZE DP_SHARD_SIZE SP_SEQ_LENGTH SP_SIZE TP_SIZE",
 }
 VARIABLES: dict[str, str] = {f"{prefix}{key}": "" for prefix, keys in _VARIABLES.items() for key in keys.split()} | {
+    **dict.fromkeys(("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"), "true false 0 no"),
+    "ACCELERATE_MIXED_PRECISION": "bf16 no",
     "FSDP_SHARDING_STRATEGY": "full_shard 1 shard_grad_op 2",
     "FSDP_USE_ORIG_PARAMS": "true",
+    "FSDP_VERSION": "1 2",
     "PARALLELISM_CONFIG_CP_BACKEND": "torch",
     "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "allgather alltoall",
     "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "sdpa none eager flash_attention_2 flash_attention_3",
@@ -166,9 +169,13 @@ REMEDIES = {
     "zero_optimization.cpu_offload": "Use offload_optimizer.device or offload_param.device.",
     "ACCELERATE_DYNAMO_BACKEND": "accelerate would compile the model around longctx's attention. Use --torch_compile.",
     "ACCELERATE_FP8": _BF16,
+    "ACCELERATE_MIXED_PRECISION": _BF16,
+    "ACCELERATE_USE_DEEPSPEED": "accelerate would not act on this word. Use true or false.",
+    "ACCELERATE_USE_FSDP": "accelerate would not act on this word. Use true or false.",
     "ACCELERATE_TORCH_DEVICE": "Use CUDA_VISIBLE_DEVICES, or --use_cpu.",
     "FSDP_IGNORED_MODULES": "No process would reduce the gradients of modules that are not sharded. Take the key out.",
     "FSDP_SHARDING_STRATEGY": "Use fsdp_version: 2, with parallelism_config_dp_replicate_size for hybrid shards.",
+    "FSDP_VERSION": "Use 2, or 1 for FSDP1.",
     "FSDP_USE_ORIG_PARAMS": "FSDP1 would apply --weight_decay to norms and biases, too. Set the key to true.",
     "PARALLELISM_CONFIG_SP_SEQ_LENGTH": "Set the key to true: --max_length limits sequences, and longctx pads them.",
 }

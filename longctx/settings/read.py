@@ -18,6 +18,8 @@ from longctx.untrusted.files import check_file
 
 MOST_ERRORS = 5
 """Errors that are told at a time."""
+MOST_BYTES, MOST_VALUES = 1_000_000, 100_000
+"""Of a YAML file, with the values that its aliases repeat."""
 
 NO_FLAGS = ("config", "help", "help_all")
 """Options that are no flags: they cannot stand in a --config file."""
@@ -49,7 +51,7 @@ def parse_flags(arguments: Sequence[str], method: Method = SFT) -> Settings:
     errors: list[str] = []
     given = _command_line(arguments, method, errors)
     path = given.pop("config", None)
-    from_file = _file(path, method, errors) if path else {}
+    from_file = {} if path is None else _file(path, method, errors)
     values = {flag.name: list(v) if isinstance(v := flag.unset, tuple) else v for flag in method.flags.values()}
     origins: dict[str, Origin] = {}
     sources: tuple[tuple[Origin, Mapping[str, Any]], ...] = (("file", from_file), ("flag", given))
@@ -73,7 +75,8 @@ class Refused(ValueError):
 def refuse(errors: Sequence[str]) -> None:
     """Raise Refused for what is wrong, if anything is."""
     if errors:
-        raise Refused("\n".join(list(dict.fromkeys(errors))[:MOST_ERRORS]))
+        lines = dict.fromkeys(" ".join(error.splitlines()) for error in errors)
+        raise Refused("\n".join(list(lines)[:MOST_ERRORS]))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -104,6 +107,9 @@ def _command_line(arguments: Sequence[str], method: Method, errors: list[str]) -
     for name, names in spelled.items():
         if len(names) > 1:
             errors.append(f"--{' and --'.join(sorted(names))} are names of one flag. Keep --{name}.")
+    if (times := sum(word.partition("=")[0] == "--config" for word in todays)) > 1:
+        # Of other flags the last one counts, as in other programs.
+        errors.append(f"--config is given {times} times, and only the last would count. Give it once.")
     values, left = parser(method).parse_known_args(todays)
     for number, word in enumerate(left):
         if word.startswith("-") and not word.lstrip("-")[:1].isdigit():
@@ -168,10 +174,13 @@ _ABBREVIATIONS = {
 def _file(path: str, method: Method, errors: list[str]) -> dict[str, Any]:
     """Return {flag: value} of a --config file, without those that are null, and set the variables of its `env`."""
     config = read_yaml(path)
-    env = config.pop("env", None) or {}
+    env = {} if (block := config.pop("env", None)) is None else block
     if not isinstance(env, Mapping):
         raise ValueError(f"--config {path}: env is {env!r}, expected a block of 'VARIABLE: value' lines.")
-    os.environ.update({str(name): str(value) for name, value in env.items()})
+    try:
+        os.environ.update({str(name): str(value) for name, value in env.items()})
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config {path}: env has a variable that cannot be set: {error}. Correct it.") from error
     found: dict[str, Any] = {}
     for name, value in config.items():
         flag = method.find(str(name))
@@ -206,26 +215,48 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """Return the mapping that a YAML file holds.
 
     Raises:
-        ValueError: if it cannot be read, is no mapping, or has a key twice.
+        ValueError: if it cannot be read, is too large, is no mapping, or has a key twice.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Refuses a key that stands twice, of which YAML would take the last."""
+        """Refuses a key that stands twice, of which YAML would take the last, and aliases that repeat without end."""
+
+        def get_single_node(self) -> Any:
+            node = super().get_single_node()
+            if _num_values(node, {}) > MOST_VALUES:
+                raise ValueError(f"with what its aliases repeat it has more than {MOST_VALUES:,} values")
+            return node
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            names = [name.value for name, _ in node.value]
+            names = [name.value for name, _ in node.value] if isinstance(node, yaml.MappingNode) else []
             if twice := next((name for name in names if names.count(name) > 1 and name != "<<"), None):
                 raise ValueError(f"{twice} stands there twice")
             return super().construct_mapping(node, deep)
 
     try:
-        content = yaml.load(check_file(Path(path)).read_text(encoding="utf-8"), Loader)
+        file = check_file(Path(path))
+        if (size := file.stat().st_size) > MOST_BYTES:
+            raise ValueError(f"it has {size:,} bytes, and settings at most {MOST_BYTES:,}")
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(f"--config {path} cannot be read as YAML: {error}.") from error
+        raise ValueError(f"--config {path} cannot be read as YAML: {str(error).removesuffix('.')}.") from error
+    except (AttributeError, LookupError, TypeError) as error:  # PyYAML's, of `!!int ""`
+        raise ValueError(f"--config {path} cannot be read as YAML: a value does not fit its !!tag.") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} holds a {type(content).__name__}, expected 'flag: value' lines.")
     return {str(name): value for name, value in content.items()}
+
+
+def _num_values(node: Any, known: dict[int, int]) -> int:
+    """Return how many values a node stands for, with those that aliases repeat; too many for one that is in itself."""
+    if node is None or isinstance(node.value, str):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = MOST_VALUES
+        children = (child for item in node.value for child in (item if isinstance(item, tuple) else [item]))
+        known[id(node)] = 1 + sum(_num_values(child, known) for child in children)
+    return known[id(node)]
 
 
 def flags_among(arguments: Sequence[str]) -> Iterator[str]:

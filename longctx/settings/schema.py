@@ -206,13 +206,15 @@ def _fault(flag: Flag, value: Any) -> str:
     if flag.instead:
         return f"would shard the model a second time: {flag.instead}" if value not in (False, "", [], {}) else ""
     if flag.kind in (PATH, FOLDER):
+        if value == "":
+            return "is empty. Name one, or leave the flag out"
         check_path(flag.name, value)
     if flag.values and value not in flag.values:
         reason = flag.reason or "it has not been compared with one device under sequence parallelism" * (not flag.own)
         remedy = f"Use {_or(flag.choices)}" if flag.choices else "Leave it out"
         return f"is refused: {reason}. {remedy}" if reason else f"is unknown. {remedy}"
     for number in _numbers(value):
-        if not math.isfinite(number):
+        if not abs(number) < math.inf:  # math.isfinite fails for integers beyond floats
             return f"is out of range: expected a finite number {flag.limits}".rstrip()
         below = number < flag.least if flag.least is not None else False
         under = number <= flag.above if flag.above is not None else False
