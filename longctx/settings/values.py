@@ -68,8 +68,10 @@ class Settings(Mapping[str, Any]):
 
     def acts(self, name: str) -> bool:
         """Return whether the flag has an effect beside the others."""
-        switch, *values = self.method.flags[name].needs or ("",)
-        return not switch or self.of[switch] in values
+        if not (needs := self.method.flags[name].needs):
+            return True
+        found = self.of[needs[0]]
+        return any(value in needs[1:] for value in (found if isinstance(found, list) else [found]))
 
     def subject(self, name: str) -> str:
         """Return who asks for a value, and for which, as a message begins with it."""
