@@ -89,8 +89,8 @@ def _with_profile(settings: Settings, launcher: Launcher, errors: list[str]) -> 
         elif given not in (None, "auto"):
             if given != value and name not in FLAG_FIRST:
                 errors.append(
-                    f"--{flag.name} {given} contradicts {place}, which sets {shown}. Change one of them, or set the "
-                    "key to auto."
+                    f"--{flag.name} {given} contradicts {place}, which sets {shown}. Change one of them, or leave "
+                    "the key out."
                 )
             continue
         elif value != settings[flag.name] and flag.group == "Training" and name not in FLAG_FIRST:
