@@ -189,8 +189,10 @@ STREAM_RULES = (
     Rule(
         "dataset_streaming max_steps",
         lambda s: s["dataset_streaming"] and s["max_steps"] <= 0,
-        "with --max_steps {max_steps}: the number of steps of a stream is unknown. Add --max_steps N; if the data set "
-        "ends earlier, it is read again from its start",
+        lambda s: (
+            f"with --max_steps {s['max_steps']}: the number of steps of a stream is unknown. Add --max_steps N; if the "
+            "data set ends earlier, it is read again from its start"
+        ),
     ),
     *(
         Rule(

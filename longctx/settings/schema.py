@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,10 +30,6 @@ class Kind(NamedTuple):
     """argparse's number of words; None for one."""
     reads_none: bool = False
     """Whether the words none and null mean no value, for a flag that can be without one."""
-
-    @property
-    def takes_several(self) -> bool:
-        return self.nargs in ("+", "*")
 
 
 def _bool(value: Any) -> bool:
@@ -273,12 +268,11 @@ class Rule(NamedTuple):
     when: Callable[[Any], object]
     """Whether settings break it."""
     why: str | Callable[[Any], str]
-    """What is wrong, with the remedy. {name} stands for a flag's value."""
+    """What is wrong, with the remedy."""
 
     def fault(self, settings: Any) -> str:
         """Return the message for settings that break the rule, and an empty text for others."""
         if not self.when(settings):
             return ""
         why = self.why if isinstance(self.why, str) else self.why(settings)
-        said = re.sub(r"\{(\w+)\}", lambda found: str(settings[found[1]]), why)
-        return f"{settings.subject(self.flags.split()[0])} {said}."
+        return f"{settings.subject(self.flags.split()[0])} {why}."
