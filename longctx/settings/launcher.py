@@ -278,7 +278,7 @@ class _Profile:
                     f"scheduler.params.{key} is not in {file}, and DeepSpeed's default for it makes another schedule. "
                     f"Set it to auto, or leave the section out and use --lr_scheduler_type {translated}."
                 )
-        self.ask("lr_scheduler_type", translated, f"scheduler.type in {file}")
+        self.ask("lr_scheduler_type", translated, f"scheduler.type {name} in {file}")
         self.notes.append(
             f"scheduler {name} of {file} is --lr_scheduler_type {translated}, unless that flag is given; the warm-up "
             "is linear, where DeepSpeed's default is logarithmic"

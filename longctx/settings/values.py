@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -83,7 +84,9 @@ class Settings(Mapping[str, Any]):
     def as_asked(self, message: str) -> str:
         """Return a message that names the profile's keys in the place of flags that nobody gave."""
         for name in self.profile_keys:
-            message = message.replace(f"--{name} {self.of[name]}", self.subject(name), 1)
+            # A sentence may end with --sp 4, which is no part of --sp 40.
+            if found := re.search(rf"--{name} {re.escape(str(self.of[name]))}(?!\.?\w)", message):
+                message = message[: found.start()] + self.subject(name) + message[found.end() :]
         return message
 
     def with_(self, origin: Origin, /, **values: Any) -> Settings:

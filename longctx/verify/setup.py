@@ -32,9 +32,10 @@ DEFAULTS = {
     "dataset_name": "stdlib",
     "max_length": 512,
     "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,  # with other numbers of label tokens
     "overlong": "split",
 }
-"""Flags that the user may set otherwise; where no profile says so, two micro-batches besides, and no bf16 on the CPU.
+"""Values of flags that neither the user nor a profile sets. On the CPU, bf16 is off besides.
 
 On GPUs the precision is that of training, bf16, since fp32 would run other kernels than training does.
 """
@@ -75,14 +76,11 @@ def with_defaults(settings: Settings, launcher: Launcher) -> Settings:
     wanted: dict[str, Any] = dict(DEFAULTS)
     if settings["datasets"]:
         del wanted["dataset_name"]
-    if "gradient_accumulation_steps" not in launcher.values:
-        wanted["gradient_accumulation_steps"] = 2  # with other numbers of label tokens
-    if "bf16" not in launcher.values and (settings["use_cpu"] or "use_cpu" in launcher.values or device_count() == 0):
+    if settings["use_cpu"] or "use_cpu" in launcher.values or device_count() == 0:
         wanted["bf16"] = False
-    kept = {name: value for name, value in wanted.items() if not settings.is_set(name)}
-    # Where a profile clips, it keeps its word.
-    fixed = {name: value for name, value in FIXED.items() if name not in launcher.values}
-    return settings.with_("command", **kept, **fixed)
+    wanted = {name: value for name, value in wanted.items() if not settings.is_set(name)} | FIXED
+    # What a profile sets, such as the bound on the gradient's norm, stays.
+    return settings.with_("command", **{name: value for name, value in wanted.items() if name not in launcher.values})
 
 
 def check_engine(run: Run) -> Run:

@@ -188,7 +188,9 @@ def test_sections_with_auto_become_flags_and_leave_the_engine(exported):
     config["scheduler"]["params"] = {**WARMUP, "total_num_steps": "auto"}
     env = exported(BASES["file"], config)
     launcher = read_profile(env)
-    assert launcher.values == {"lr_scheduler_type": ("linear", "scheduler.type in deepspeed_config_file ds.json")}
+    assert launcher.values == {
+        "lr_scheduler_type": ("linear", "scheduler.type WarmupDecayLR in deepspeed_config_file ds.json")
+    }
     assert launcher.values.keys() <= FLAG_FIRST
     optimizer, scheduler = launcher.notes
     assert re.search(r"AdamW of deepspeed_config_file ds.json is left to --optim", optimizer)

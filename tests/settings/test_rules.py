@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from longctx.launch.accelerate import MACHINE_FLAGS
 from longctx.settings.data import MIXTURE_RULES, STREAM_RULES
 from longctx.settings.dpo import DPO, DPO_RULES
 from longctx.settings.flags import SFT
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
-from longctx.settings.rules import MACHINE_FLAGS, RULES, fill
+from longctx.settings.rules import RULES, fill
 
 TRAIN = "--model_name_or_path tiny --dataset_name stdlib"
 MIXED = "--model_name_or_path tiny --datasets a b"
@@ -82,6 +83,18 @@ def test_what_breaks_a_rule_is_refused(method, rule, case, tmp_path):
         fill(settings, read_profile({}))
     told = str(refused.value)
     assert "\n" not in told, "a case breaks one rule"
-    assert "{" not in told
     if isinstance(rule.why, str):
-        assert rule.why.partition("{")[0] in told
+        assert rule.why in told
+
+
+def test_a_message_names_a_profiles_key_for_its_own_value_alone():
+    settings = fill(parse_flags(TRAIN.split()), read_profile({"PARALLELISM_CONFIG_CP_SIZE": "4"}))
+    said = settings.as_asked("--sp 40 and --sp 4.5 are not --sp 4.")
+    assert said == f"--sp 40 and --sp 4.5 are not {settings.subject('sp')}."
+    assert said.partition("are not ")[2].startswith("parallelism_config_cp_size 4 in ")
+
+
+def test_braces_of_a_path_stand_in_the_message():
+    settings = parse_flags(f"{MIXED} {{sp}}.jsonl --dataset_name c".split())
+    with pytest.raises(ValueError, match=r"beside --datasets a b \{sp\}\.jsonl: keep one"):
+        fill(settings, read_profile({}))

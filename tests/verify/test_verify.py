@@ -18,6 +18,7 @@ from longctx.model.tiny import tiny_model, tiny_tokenizer
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
+from longctx.settings.rules import fill
 from longctx.training.reference import check_reference_fits, reference_bytes
 from longctx.verify import machine, parity
 from longctx.verify.__main__ import _result
@@ -203,6 +204,15 @@ def test_what_the_user_sets_stays():
     assert (flags["max_length"], flags["dataset_name"], flags["overlong"]) == (64, "x.jsonl", "split")
     flags = with_defaults(parse_flags([]), read_profile({}))
     assert (flags["model_name_or_path"], flags["dataset_name"]) == ("tiny", "stdlib")
+
+
+def test_what_a_profile_sets_stays(tmp_path):
+    config = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.5}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    env = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "ds.json")}
+    profile = read_profile(env)
+    flags = fill(with_defaults(parse_flags([]), profile), profile)
+    assert (flags["per_device_train_batch_size"], flags["max_grad_norm"], flags["max_length"]) == (3, 0.5, 512)
 
 
 def test_flags_without_effect_on_one_step_are_fixed():
