@@ -133,11 +133,7 @@ def _with_memory_options(values: Settings, options: list[Option], resolve: Resol
             tuned = resolve(values.with_("auto", **degree, memory=memory, **flags))
             predicted = tuned.forecast_for()
             if all(_is_faster(predicted, other.forecast) for other in group):
-                found.append(
-                    Option(
-                        run=tuned, forecast=predicted, memory_options={k: v for k, v in flags.items() if k != "memory"}
-                    )
-                )
+                found.append(Option(run=tuned, forecast=predicted, memory_options=flags))
     return found
 
 

@@ -68,7 +68,7 @@ def _choose(settings: Settings, launcher: Launcher, backend: BackendChoice, dims
 
 def _check_engine(engine: str, zero_stage: int | None, dims: ParallelDims) -> None:
     """Check that the engine can shard over these processes, and is exact."""
-    if engine in ("deepspeed", "fsdp2", "fsdp1") and dims.world_size == 1 and engine != "deepspeed":
+    if engine in ("fsdp2", "fsdp1") and dims.world_size == 1:
         raise ValueError(
             f"The engine {engine} shards over processes, and this run has one. Leave out --engine, or start more "
             f"processes."

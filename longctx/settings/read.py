@@ -7,7 +7,7 @@ import difflib
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,9 +20,6 @@ MOST_ERRORS = 5
 """Errors that are told at a time."""
 MOST_BYTES, MOST_VALUES = 1_000_000, 100_000
 """Of a YAML file, with the values that its aliases repeat."""
-
-NO_FLAGS = ("config", "help", "help_all")
-"""Options that are no flags: they cannot stand in a --config file."""
 
 OTHER_METHODS = ("grpo", "kto", "orpo", "ppo", "reward", "rloo")
 """Methods without a command that users may name as one, as in `trl grpo`."""
@@ -257,10 +254,3 @@ def _num_values(node: Any, known: dict[int, int]) -> int:
         children = (child for item in node.value for child in (item if isinstance(item, tuple) else [item]))
         known[id(node)] = 1 + sum(_num_values(child, known) for child in children)
     return known[id(node)]
-
-
-def flags_among(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the options among arguments, without their values."""
-    for argument in arguments:
-        if argument.startswith("-"):
-            yield argument.partition("=")[0].replace("_", "-")

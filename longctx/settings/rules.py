@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from longctx.launch.accelerate import MACHINE_FLAGS
 from longctx.settings.data import MIXTURE_RULES, STREAM_RULES, mixture, streams
 from longctx.settings.dpo import DPO_RULES, uses_reference
 from longctx.settings.flags import STEPS_BEFORE_PROFILE
@@ -21,8 +22,6 @@ from longctx.settings.values import Settings
 
 TRL_EVAL_STEPS = 10
 """Steps between evaluations where no flag says: SFTConfig's logging_steps."""
-MACHINE_FLAGS = ("machine_rank", "main_process_ip", "main_process_port")
-"""Flags that --accelerate_config passes on to `accelerate launch`."""
 KERNEL_NAMES = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 """Accepted names, besides hub kernels. longctx chooses and prints its own kernel, which keeps packed documents apart
 as any of these would."""
@@ -109,21 +108,21 @@ def demo() -> dict[str, Any]:
 
 def _with_demo(settings: Settings, errors: list[str]) -> Settings:
     """Check that model and data set are both named; where neither is, return the demo's."""
-    named = {"model_name_or_path"} if settings["model_name_or_path"] is not None else set()
-    named |= {"dataset_name"} if settings["dataset_name"] is not None or settings["datasets"] else set()
-    missing = "model_name_or_path" if "model_name_or_path" not in named else "dataset_name"
-    if settings.method.reads_pairs and len(named) < 2:
+    has_model = settings["model_name_or_path"] is not None
+    has_data = settings["dataset_name"] is not None or bool(settings["datasets"])
+    missing = "dataset_name" if has_model else "model_name_or_path"
+    if settings.method.reads_pairs and not (has_model and has_data):
         errors.append(
             f"--{missing} is missing. longctx dpo needs a model (--model_name_or_path; tiny is built in) and pairs of "
             "answers (--dataset_name)."
         )
-    elif len(named) == 1:
-        example = "stdlib" if missing == "dataset_name" else "tiny"
+    elif has_model != has_data:
+        example = "stdlib" if has_model else "tiny"
         errors.append(
             f"--{missing} is missing. Give both a model and a data set (--{missing} {example} is built in), or neither "
             "for the demo preset."
         )
-    elif not named:
+    elif not has_model:
         settings = settings.with_("demo", **{k: v for k, v in demo().items() if not settings.is_set(k)})
     return settings
 
