@@ -54,9 +54,9 @@ def _command_line() -> argparse.ArgumentParser:
 
 def _flags_of(method: Method) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    for name, meaning in {"config": "Read flags from a YAML file", "help-all": "List every flag"}.items():
-        action = parser.add_argument(f"--{name}", help=meaning)
-        action.complete = shtab.FILE  # type: ignore[attr-defined]
+    config = parser.add_argument("--config", help="Read flags from a YAML file")
+    config.complete = shtab.FILE  # type: ignore[attr-defined]
+    parser.add_argument("--help-all", action="store_true", help="List every flag")
     for flag in method.flags.values():
         summary = flag.help.partition(". ")[0].removesuffix(".").replace("%", "%%")
         action = parser.add_argument(f"--{flag.name}", help=summary, choices=_choices(flag))

@@ -76,6 +76,8 @@ def with_defaults(settings: Settings, launcher: Launcher) -> Settings:
     wanted: dict[str, Any] = dict(DEFAULTS)
     if settings["datasets"]:
         del wanted["dataset_name"]
+    if settings["global_batch_size"] is not None:
+        del wanted["gradient_accumulation_steps"]
     if settings["use_cpu"] or "use_cpu" in launcher.values or device_count() == 0:
         wanted["bf16"] = False
     wanted = {name: value for name, value in wanted.items() if not settings.is_set(name)} | FIXED

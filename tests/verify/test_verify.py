@@ -204,6 +204,8 @@ def test_what_the_user_sets_stays():
     assert (flags["max_length"], flags["dataset_name"], flags["overlong"]) == (64, "x.jsonl", "split")
     flags = with_defaults(parse_flags([]), read_profile({}))
     assert (flags["model_name_or_path"], flags["dataset_name"]) == ("tiny", "stdlib")
+    run = resolved("--global_batch_size", "8")
+    assert (run.settings["per_device_train_batch_size"], run.settings["gradient_accumulation_steps"]) == (2, 4)
 
 
 def test_what_a_profile_sets_stays(tmp_path):
