@@ -113,10 +113,6 @@ def _fractions(settings: Settings) -> list[Any]:
     return [source.fraction for source in settings["datasets"]]
 
 
-def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 < value < math.inf
-
-
 MIXTURE_RULES = (
     Rule(
         "dataset_name datasets",
@@ -140,7 +136,7 @@ MIXTURE_RULES = (
     ),
     Rule(
         "datasets",
-        lambda s: not all(fraction is None or _positive(fraction) for fraction in _fractions(s)),
+        lambda s: any(fraction is not None and not 0 < fraction < math.inf for fraction in _fractions(s)),
         lambda s: f"with fractions {_fractions(s)}: each has to be a number above 0",
     ),
     Rule(

@@ -40,8 +40,7 @@ def choose_engine(
     name, reason = _choose(settings, launcher, backend, dims)
     check_versions(MINIMUM_VERSIONS.get(name, {}), f"the {name} engine")
     zero_stage = (3 if launcher.zero_stage is None else launcher.zero_stage) if name == "deepspeed" else None
-    _check_engine(name, zero_stage, dims)
-    _check_fsdp1(name, use_cpu)
+    _check_engine(name, zero_stage, dims, use_cpu=use_cpu)
     return Engine(name, reason, zero_stage, is_promoted=launcher.engine is None and name != "none")
 
 
@@ -66,7 +65,7 @@ def _choose(settings: Settings, launcher: Launcher, backend: BackendChoice, dims
     return backend.engine, f"auto: {'sp 1' if backend.name == 'local' else backend.name} runs on {runs_on}"
 
 
-def _check_engine(engine: str, zero_stage: int | None, dims: ParallelDims) -> None:
+def _check_engine(engine: str, zero_stage: int | None, dims: ParallelDims, *, use_cpu: bool) -> None:
     """Check that the engine can shard over these processes, and is exact."""
     if engine in ("fsdp2", "fsdp1") and dims.world_size == 1:
         raise ValueError(
@@ -90,10 +89,6 @@ def _check_engine(engine: str, zero_stage: int | None, dims: ParallelDims) -> No
             f"--dp_replicate {dims.dp_replicate} on {dims.world_size} processes leaves nothing to shard. "
             "Lower it, or leave it out to shard over all processes."
         )
-
-
-def _check_fsdp1(engine: str, use_cpu: bool) -> None:
-    """Check that FSDP1 has GPUs."""
     if engine == "fsdp1" and use_cpu:
         raise ValueError(
             f"fsdp_version 1 in {profile_name()}: PyTorch's FSDP1 does not run on the CPU. "
