@@ -55,9 +55,10 @@ def _sentence(flag: Flag) -> str:
         return f"No effect {flag.idle}."
     if flag.instead:
         return f"Refused: {flag.instead}."
-    if len(flag.values) == 1:
-        return f"{flag.help} Only {_shown(flag.values[0])} is accepted.".strip()
-    values = f"Values: {', '.join(map(_shown, flag.values))}." if flag.values else ""
+    if flag.values and (len(flag.values) == 1 or not flag.choices):
+        value = flag.values[0]
+        return f"{flag.help} {'Any value is refused.' if value is None else f'Only {value} is accepted.'}".strip()
+    values = f"Values: {', '.join(flag.choices)}." * bool(flag.choices)
     default = flag.default_is or ("" if flag.unset in (None, "", ()) else _shown(flag.unset))
     return " ".join(filter(None, (flag.help, values, f"Default: {default}." * bool(default))))
 
