@@ -67,13 +67,12 @@ def _fit_demo(wanted: Processes, settings: Settings, launcher: Launcher, devices
     GPU. If a launcher has started fewer processes than --sp, all of them share a sequence.
     """
     world_size, local = _started(wanted, settings, launcher)
-    sp = wanted.sp
     if local > devices:
         why = f"{local} processes need {local} GPUs, and {devices} {'is' if devices == 1 else 'are'} visible"
         note = f"the demo runs on the CPU: {why}; --sp {devices} runs it on the GPU{'s' * (devices > 1)}"
         return replace(wanted, use_cpu=True), [note]
-    if launcher.launched and world_size < sp:
-        note = f"the demo runs at sp {world_size}: the launcher started so many, and --sp is {sp}"
+    if launcher.launched and world_size < wanted.sp:
+        note = f"the demo runs at sp {world_size}: the launcher started so many, and --sp is {wanted.sp}"
         return replace(wanted, sp=world_size), [note]
     return wanted, []
 
@@ -86,11 +85,11 @@ def _started(wanted: Processes, settings: Settings, launcher: Launcher) -> tuple
     return world_size, world_size
 
 
-def check_dp_shard(profile: Launcher, dims: ParallelDims) -> None:
+def check_dp_shard(launcher: Launcher, dims: ParallelDims) -> None:
     """Check that the profile's dp_shard is that of the run."""
-    if profile.dp_shard is not None and profile.dp_shard != dims.dp_shard:
+    if launcher.dp_shard not in (None, dims.dp_shard):
         raise ValueError(
-            f"parallelism_config_dp_shard_size {profile.dp_shard} in {profile_name()} contradicts dp_shard "
+            f"parallelism_config_dp_shard_size {launcher.dp_shard} in {profile_name()} contradicts dp_shard "
             f"{dims.dp_shard} of {dims}. dp_replicate × dp_shard × sp must equal num_processes {dims.world_size}."
         )
 

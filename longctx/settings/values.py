@@ -49,7 +49,7 @@ class Settings(Mapping[str, Any]):
 
     @cached_property
     def explicit(self) -> frozenset[str]:
-        """Flags that the user set, on the command line or in the --config file."""
+        """Flags that the user set, on the command line or in the --config file, or the command, such as verify."""
         return frozenset(name for name, origin in self.origins.items() if origin in ("flag", "file", "command"))
 
     def is_set(self, name: str) -> bool:
