@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None, method: Method = SFT) -> int:
     try:
         settings = parse_flags(arguments, method)
         launcher = take_over(settings, method.module)
-        fill(settings, launcher)
+        fill(settings, launcher)  # resolve does so again, after the imports that take seconds
     except ValueError as error:
         return end_refused(error)
     with interrupts_end():

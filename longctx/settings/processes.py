@@ -114,7 +114,7 @@ def accumulate(settings: Settings, dims: ParallelDims) -> Settings:
         )
     steps, name = wanted // at_once, "gradient_accumulation_steps"
     if settings.is_set(name) and settings[name] != steps:
-        remedy = "Leave out one of the two" if name in settings.explicit else "Set the key to auto"
+        remedy = "Leave out one of the two" if name in settings.explicit else "Leave the key out"
         raise ValueError(
             f"--global_batch_size {wanted} needs {steps} micro-batches a step here, and {settings.subject(name)} "
             f"asks for others. {remedy}."

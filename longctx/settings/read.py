@@ -55,7 +55,8 @@ def parse_flags(arguments: Sequence[str], method: Method = SFT) -> Settings:
     for origin, found in sources:
         for name, value in found.items():
             try:
-                values[name] = check(method.flags[name], value)
+                subject = f"{name} {value} in {path}" if origin == "file" else ""
+                values[name] = check(method.flags[name], value, subject)
             except ValueError as error:
                 errors.append(str(error))
             origins[name] = origin

@@ -62,10 +62,8 @@ def _with_cp(settings: Settings, errors: list[str]) -> Settings:
     if cp is None:
         return settings
     if sp not in (None, cp) or (settings.is_set("sp_backend") and backend != "ring"):
-        errors.append(
-            f"--cp {cp} means --sp {cp} --sp_backend ring, but --sp {sp} --sp_backend {backend} is given too. Keep one "
-            "of the two."
-        )
+        given = " ".join(settings.subject(name) for name in ("sp", "sp_backend") if settings.is_set(name))
+        errors.append(f"--cp {cp} means --sp {cp} --sp_backend ring, but {given} is given too. Keep one of the two.")
         return settings
     return settings.with_(settings.origins["cp"], sp=cp, sp_backend="ring")
 

@@ -97,14 +97,14 @@ def test_yaml_null_list_mapping_and_unquoted_no(tmp_path, monkeypatch):
             "num_generations: 4\n",
             ("num_generations", "It is one of another method: longctx train does", "preference.md"),
         ),
-        ("loss_type: sigmoid\n", ("--loss_type sigmoid is refused", "of longctx dpo", "Use nll or chunked_nll")),
-        ("sp: 2.5\n", ("--sp 2.5 is not a whole number",)),
-        ("max_steps: true\n", ("--max_steps True is not a whole number",)),
+        ("loss_type: sigmoid\n", ("run.yaml is refused", "of longctx dpo", "Use nll or chunked_nll")),
+        ("sp: 2.5\n", ("run.yaml is not a whole number",)),
+        ("max_steps: true\n", ("max_steps True in",)),
         ("max_steps: 1\nmax_steps: 2\n", ("YAML", "max_steps stands there twice")),
         ("dataset_test_split: [a, b]\n", ("dataset_test_split to ['a', 'b']", "one value", "joined: test+validation")),
         ("dataset_name: [a, b]\n", ("dataset_name to ['a', 'b']", "Several data sets are --datasets.")),
-        ("overlong: shorten\n", ("--overlong shorten is unknown", "Use raise, truncate, drop or split")),
-        ("engine: fsdp3\n", ("--engine fsdp3 is unknown", "Use auto, deepspeed or fsdp2")),
+        ("overlong: shorten\n", ("run.yaml is unknown", "Use raise, truncate, drop or split")),
+        ("engine: fsdp3\n", ("engine fsdp3 in", "Use auto, deepspeed or fsdp2")),
         ("- 5\n", ("list", "'flag: value'")),
         ("a: [\n", ("run.yaml", "YAML")),
         ("env: 5\n", ("env", "VARIABLE: value")),
@@ -273,7 +273,7 @@ def test_what_a_flag_does_not_take_is_refused_by_the_command(name, value, said, 
 @pytest.mark.parametrize("text", ['{"min_lr": ', "[1]", '{"min_lr": NaN}', "min_lr", "5"])
 def test_schedule_arguments_that_are_no_json_object_are_refused(text, tmp_path):
     for arguments in (["--lr_scheduler_kwargs", text], ["--config", write(tmp_path, f"lr_scheduler_kwargs: '{text}'")]):
-        with pytest.raises(ValueError, match=r"--lr_scheduler_kwargs .* is not a JSON object, such as") as error:
+        with pytest.raises(ValueError, match=r"lr_scheduler_kwargs .* is not a JSON object, such as") as error:
             parse_flags(arguments)
         assert text in str(error.value)
 

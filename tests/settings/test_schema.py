@@ -315,7 +315,7 @@ def test_up_to_five_mistakes_are_told_together(tmp_path, capsys):
         "longctx: error: --lr is not a flag. Did you mean --learning_rate?",
         f"longctx: error: --config {path} sets zzz, which is not a flag. All flags: longctx train --help-all",
         f"longctx: error: --config {path} sets dtype to ['a', 'b'], and it takes one value.",
-        "longctx: error: --overlong shorten is unknown. Use raise, truncate, drop or split.",
+        f"longctx: error: overlong shorten in {path} is unknown. Use raise, truncate, drop or split.",
         "longctx: error: --sp two is not a whole number, auto or all.",
     ]
     with pytest.raises(ValueError, match=r"--lr is") as error:
@@ -336,7 +336,7 @@ AT_ONCE = {
     "a number": (["--max_length", "12q"], "--max_length 12q is not a whole number."),
     "a name": (["--lr", "1"], "--lr is not a flag. Did you mean --learning_rate?"),
     "a service": (["--report_to", "neptune"], "--report_to neptune needs the package neptune"),
-    "a file's value": (["--config", "bad.yaml"], "--max_steps many is not a whole number."),
+    "a file's value": (["--config", "bad.yaml"], "max_steps many in bad.yaml is not a whole number."),
     "a file's key": (["--config", "key.yaml"], "--config key.yaml sets max_step, which is not a flag. Did you mean"),
     "a combination": (["--max_steps", "0"], "--max_steps 0 trains nothing. Give 1 or more"),
 }
