@@ -33,6 +33,9 @@ class Asked(NamedTuple):
     value there where that is another: `mixed_precision bf16`."""
 
 
+BACKEND_OF = {"cp": "ring", "sp": "ulysses"}
+"""Backends by accelerate's names of their degrees, as their records in longctx.attention.backends have them."""
+
 FLAG_FIRST = frozenset({"lr_scheduler_type"})
 """Flags of `Launcher.values` for which a flag that the user gave is kept, as a note of the profile says."""
 
@@ -202,7 +205,7 @@ class _Profile:
                 f"parallelism_config_cp_size {size['cp']} and parallelism_config_sp_size {size['sp']} in "
                 f"{profile_name()}: set one of them to 1. Both at once are --sp_backend hybrid."
             )
-        for name, backend in (("cp", "ring"), ("sp", "ulysses")):
+        for name, backend in BACKEND_OF.items():
             if size[name] > 1:
                 self.ask("sp", size[name], f"parallelism_config_{name}_size")
                 self.ask("sp_backend", backend, f"parallelism_config_{name}_size {size[name]}")

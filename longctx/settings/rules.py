@@ -15,7 +15,7 @@ from longctx.launch.accelerate import MACHINE_FLAGS
 from longctx.settings.data import MIXTURE_RULES, STREAM_RULES, mixture, streams
 from longctx.settings.dpo import DPO_RULES, uses_reference
 from longctx.settings.flags import STEPS_BEFORE_PROFILE
-from longctx.settings.launcher import FLAG_FIRST, PROFILE_FIRST, Launcher, profile_name
+from longctx.settings.launcher import BACKEND_OF, FLAG_FIRST, PROFILE_FIRST, Launcher, profile_name
 from longctx.settings.read import read_yaml, refuse
 from longctx.settings.schema import Rule, check
 from longctx.settings.values import Settings
@@ -61,11 +61,11 @@ def _with_cp(settings: Settings, errors: list[str]) -> Settings:
     cp, sp, backend = (settings[name] for name in ("cp", "sp", "sp_backend"))
     if cp is None:
         return settings
-    if sp not in (None, cp) or (settings.is_set("sp_backend") and backend != "ring"):
+    if sp not in (None, cp) or (settings.is_set("sp_backend") and backend != BACKEND_OF["cp"]):
         given = " ".join(settings.subject(name) for name in ("sp", "sp_backend") if settings.is_set(name))
         errors.append(f"--cp {cp} means --sp {cp} --sp_backend ring, but {given} is given too. Keep one of the two.")
         return settings
-    return settings.with_(settings.origins["cp"], sp=cp, sp_backend="ring")
+    return settings.with_(settings.origins["cp"], sp=cp, sp_backend=BACKEND_OF["cp"])
 
 
 def _with_profile(settings: Settings, launcher: Launcher, errors: list[str]) -> Settings:

@@ -19,6 +19,7 @@ from longctx.forecast.candidates import Machine, candidates
 from longctx.forecast.closed_form import predict
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.step_time import Speeds
+from longctx.settings.launcher import BACKEND_OF
 from tests.reference import train_reference
 from tests.toy_backend import TOY
 from tests.training.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
@@ -106,6 +107,11 @@ def places_of_records() -> list[Path]:
     names = [n.module for n in ast.walk(ast.parse(registry.read_text())) if isinstance(n, ast.ImportFrom) and n.module]
     files = [PACKAGE.parent / f"{name.replace('.', '/')}.py" for name in names if name != "longctx.attention.backend"]
     return [file if file.parent == registry.parent else file.parent for file in files if file.is_relative_to(PACKAGE)]
+
+
+def test_the_backends_of_a_profiles_degrees_are_those_of_the_records() -> None:
+    """The launcher's profile is read before torch, so that it cannot ask the records."""
+    assert {degree: BACKENDS.of_degree(degree) for degree in BACKEND_OF} == BACKEND_OF
 
 
 def test_backends_are_told_apart_by_their_records_alone() -> None:
