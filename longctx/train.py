@@ -44,6 +44,8 @@ def main(arguments: list[str] | None = None, method: Method = SFT) -> int:
         return 0
     try:
         settings = parse_flags(arguments, method)
+        if settings["accelerate_config"] is not None and is_first_rank():
+            say_hello(longctx.__version__)  # accelerate's launcher takes seconds, too
         launcher = take_over(settings, method.module)
         fill(settings, launcher)  # resolve does so again, after the imports that take seconds
     except ValueError as error:

@@ -39,7 +39,10 @@ VERIFY = Method(
         **SFT.flags,
         "json": Flag("json", BOOL, False, "Print one JSON object instead of a table.", own=True, group="Comparison"),
         "num_layers": Flag(
-            *("num_layers", INT, None, "Use only this many of the model's layers, from the first on."),
+            "num_layers",
+            INT,
+            None,
+            "Use only this many of the model's layers, from the first on.",
             own=True,
             group="Comparison",
             default_is="all layers of a small model; of a large one two, or as many as include every kind of layer",
@@ -63,6 +66,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         settings = parse_flags(arguments, VERIFY)
+        if settings["accelerate_config"] is not None:
+            from longctx.launch.spawn import device_count
+            from longctx.upstream.deepspeed_internals import stay_on_cpu
+
+            if device_count() == 0:
+                stay_on_cpu()  # accelerate's launcher imports DeepSpeed, which would say so on stdout
         launcher = take_over(settings, VERIFY.module)
     except ValueError as error:
         return end_refused(error)

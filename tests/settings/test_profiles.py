@@ -18,6 +18,7 @@ from unittest.mock import patch
 import pytest
 import yaml
 
+from longctx.__main__ import main as longctx_main
 from longctx.launch.accelerate import find_profile, shipped_configs
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
@@ -207,6 +208,20 @@ def test_accelerate_config_replaces_the_process_by_accelerate_launch():
     rest = ["--num_processes", "2", "--max_steps", "3"]
     profile = ["--config_file", str(shipped_configs() / "fsdp2.yaml"), "--num_processes", "2"]
     assert started_by("--accelerate_config", "fsdp2", *rest) == [*ACCELERATE, *profile, *TRAIN, *rest]
+
+
+@pytest.mark.parametrize(("command", "hello"), [("train", "longctx "), ("verify", "")])
+def test_what_stands_on_stdout_before_accelerate_launch(command, hello, capsys):
+    """A run says that it starts. A verification prints its result alone, so DeepSpeed must not speak of GPUs there."""
+    with patch.dict(os.environ), patch.object(os, "execv", side_effect=SystemExit) as execv:
+        for name in ("LONGCTX_HAS_STARTED", "DS_ACCELERATOR"):
+            os.environ.pop(name, None)
+        with pytest.raises(SystemExit):
+            longctx_main([command, "--accelerate_config", "fsdp2"])
+        assert os.environ.get("DS_ACCELERATOR") == ("cpu" if command == "verify" else None)
+    assert execv.called
+    said = capsys.readouterr().out
+    assert said.startswith(hello) if hello else said == ""
 
 
 def test_accelerate_config_hands_the_machine_on():
