@@ -58,8 +58,7 @@ def _flags_of(method: Method) -> argparse.ArgumentParser:
     config.complete = shtab.FILE  # type: ignore[attr-defined]
     parser.add_argument("--help-all", action="store_true", help="List every flag")
     for flag in method.flags.values():
-        summary = flag.help.partition(". ")[0].removesuffix(".").replace("%", "%%")
-        action = parser.add_argument(f"--{flag.name}", help=summary, choices=_choices(flag))
+        action = parser.add_argument(f"--{flag.name}", help=flag.summary.replace("%", "%%"), choices=_choices(flag))
         if flag.kind in COMPLETE:
             action.complete = COMPLETE[flag.kind]  # type: ignore[attr-defined]
     return parser

@@ -120,7 +120,7 @@ clock = Clock()
 
 
 class region:
-    """Name the body `longctx.NAME` in a trace, and count its time as `part`, except in inner regions of other parts.
+    """Show the body as `longctx.NAME` in a trace, and count its time as `part`; an inner region counts as its own part.
 
     Attention enters one in every layer, so it costs next to nothing while nobody traces.
 

@@ -234,11 +234,6 @@ def check_eos_token(tokenizer: Tokenizer) -> None:
     )
 
 
-def is_template_file(path: str) -> bool:
-    """Whether --chat_template_path means a file, else a tokenizer; as TRL tells them apart."""
-    return path.endswith((".jinja", ".j2"))
-
-
 def take_chat_template(tokenizer: Tokenizer, name: str) -> None:
     """Give it the chat template and end-of-text token of another tokenizer, as trl.clone_chat_template does.
 

@@ -148,7 +148,7 @@ def trained_context(text: Any) -> int:
 
 
 def replacement(config: PretrainedConfig, scaling: Mapping[str, Any]) -> str:
-    """Return a clause on the model's own scaling, which --rope_scaling replaces; empty if it has none.
+    """Return words for a note on which scaling of the model's own --rope_scaling replaces; an empty text if none.
 
     Args:
         config: The configuration before `extended`.

@@ -25,7 +25,7 @@ from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.launch.console import say
-from longctx.model.load import check_eos_token, is_template_file, load_tokenizer, take_chat_template
+from longctx.model.load import check_eos_token, load_tokenizer, take_chat_template
 from longctx.ranks.agreement import broadcast_object, check_agreement, on_all_ranks, storage_of_ranks
 from longctx.run.processes import agree, degrees, start_processes
 from longctx.settings.run import Run
@@ -44,6 +44,7 @@ from longctx.training.dataset import StreamedData, TrainingData, prepare_data_se
 from longctx.training.engines import configure_deepspeed
 from longctx.training.fingerprint import compare_files, data_identity, is_preference, reference_identity
 from longctx.training.schedule import check_learning_rates, check_training_steps, steps_of_run
+from longctx.untrusted.files import is_template_file
 from longctx.upstream.transformers_internals import use_one_device
 
 TRL_ROWS = 64

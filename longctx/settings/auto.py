@@ -32,7 +32,7 @@ class Option:
     run: Run
     forecast: ExpectedStep
     memory_options: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of flags about memory, besides its preset."""
+    """Values of flags about memory, besides its preset."""
 
     @property
     def flags(self) -> str:

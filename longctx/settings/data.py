@@ -39,7 +39,7 @@ _OF_ONE = ("dataset_name", "dataset_config", "dataset_train_split")
 
 
 def mixture(settings: Settings) -> Settings:
-    """Return settings whose `datasets` are a list of Source, and whose dataset_streaming holds for --streaming, too.
+    """Return settings in which `datasets` is a list of Source, and --streaming sets `dataset_streaming`.
 
     --test_split_size of a single data set makes it a mixture of one. TRL would ignore it there.
 
@@ -75,9 +75,9 @@ def _idle_names(settings: Settings) -> Iterator[str]:
 
 
 def _source(entry: object) -> Source:
-    values = {"path": entry} if isinstance(entry, str) else entry
     if isinstance(entry, Source):
         return entry
+    values = {"path": entry} if isinstance(entry, str) else entry
     if not isinstance(values, Mapping) or not isinstance(values.get("path"), str) or not values["path"]:
         raise ValueError(
             f"datasets: {entry!r} is not a data set. Expected '- path: FILE, FOLDER OR NAME' in each entry."

@@ -1,4 +1,4 @@
-"""The flags of longctx: a row each, by group. A new flag is a row here, and the code that reads it.
+"""The flags of longctx: a row for each, by group. A new flag takes a row here and the code that reads its value.
 
 TRL's flags keep its names and defaults. Each is in the table by its effect here, so that none is accepted and then
 ignored in silence; one of a newer TRL is refused until it has a row.

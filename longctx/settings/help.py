@@ -44,9 +44,8 @@ def help_text(method: Method, *, common: bool) -> str:
 
 def _summary(flag: Flag) -> str:
     """Return the first sentence of a flag's help, with its default."""
-    text = flag.help.partition(". ")[0].removesuffix(".")
     default = flag.default_is or flag.unset
-    return text if default in (None, False, "", ()) else f"{text} [{_shown(default)}]"
+    return flag.summary + f" [{_shown(default)}]" * (default not in (None, False, "", ()))
 
 
 def _sentence(flag: Flag) -> str:

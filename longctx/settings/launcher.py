@@ -34,7 +34,7 @@ class Asked(NamedTuple):
 
 
 BACKEND_OF = {"cp": "ring", "sp": "ulysses"}
-"""Backends by accelerate's names of their degrees, as their records in longctx.attention.backends have them."""
+"""The backend that each of accelerate's degrees selects. The records in longctx.attention.backends say the same."""
 
 FLAG_FIRST = frozenset({"lr_scheduler_type"})
 """Flags of `Launcher.values` for which a flag that the user gave is kept, as a note of the profile says."""
@@ -136,7 +136,7 @@ def read_profile(env: MutableMapping[str, str] | None = None) -> Launcher:
             del env[name]
         else:
             env[name] = after
-    is_launched = "RANK" in env and "WORLD_SIZE" in env
+    is_launched = _is_launched(env)
     _whole(env["RANK"] if is_launched else None, "RANK", least=0)
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in env
     return Launcher(
@@ -344,7 +344,7 @@ def _check_variables(env: Mapping[str, str]) -> None:
 
 def _check_connected(env: Mapping[str, str]) -> None:
     """Check that accelerate or mpirun started no unconnected processes on the CPU, which would each train alone."""
-    if ("RANK" in env and "WORLD_SIZE" in env) or not _is_on(env, "ACCELERATE_USE_CPU"):
+    if _is_launched(env) or not _is_on(env, "ACCELERATE_USE_CPU"):
         return
     by_mpi = next((env[name] for name in ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE") if name in env), "1")
     address = env.get("MASTER_ADDR", "localhost")
@@ -404,6 +404,10 @@ def _remedy(path: str) -> str:
 
 def _unverified(what: str) -> str:
     return f"{what} is not verified against the reference yet. {keys.REMEDIES['fp16']}"
+
+
+def _is_launched(env: Mapping[str, str]) -> bool:
+    return "RANK" in env and "WORLD_SIZE" in env
 
 
 def _engine(env: Mapping[str, str]) -> str | None:

@@ -24,7 +24,7 @@ READ = {
         for key in ("device", "nvme_path")
     },
 }
-"""Flags by the keys of the file that set them."""
+"""The flag that each of these keys of the file sets."""
 
 _OFFLOAD = (
     "buffer_count buffer_size cpuadam_cores_perc fast_init max_in_cpu pin_memory pipeline pipeline_read pipeline_write"

@@ -91,8 +91,8 @@ def parser(method: Method) -> argparse.ArgumentParser:
     )
     found.add_argument("--config")
     for flag in method.flags.values():
-        constant = {"const": "true"} if flag.kind.nargs == "?" else {}
-        found.add_argument(f"--{flag.name}", dest=flag.name, nargs=flag.kind.nargs, **constant)  # type: ignore[arg-type]
+        alone = "true" if flag.kind.nargs == "?" else None
+        found.add_argument(f"--{flag.name}", dest=flag.name, nargs=flag.kind.nargs, const=alone)
         if flag.kind is BOOL:
             found.add_argument(f"--no_{flag.name}", dest=flag.name, action="store_const", const="false")
     return found
@@ -166,7 +166,7 @@ _ABBREVIATIONS = {
     "resume": "resume_from_checkpoint",
     "steps": "max_steps",
 }
-"""Short names that other programs have, and that resemble no flag."""
+"""Short names of other programs, which are too unlike the names of flags to be recognised by their spelling."""
 
 
 def _file(path: str, method: Method, errors: list[str]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from longctx.settings.launcher import BACKEND_OF, FLAG_FIRST, PROFILE_FIRST, Lau
 from longctx.settings.read import read_yaml, refuse
 from longctx.settings.schema import Rule, check
 from longctx.settings.values import Settings
+from longctx.untrusted.files import is_template_file
 
 TRL_EVAL_STEPS = 10
 """Steps between evaluations where no flag says: SFTConfig's logging_steps."""
@@ -34,7 +35,7 @@ INTEGRATIONS = {
 
 
 def fill(settings: Settings, launcher: Launcher) -> Settings:
-    """Return settings with the demo's or the profile's values and what follows from them, none of which is refused.
+    """Add the values of the profile or the demo and those that follow from others, and check every combination.
 
     Raises:
         ValueError: for up to five combinations that cannot be carried out exactly, one a line.
@@ -50,8 +51,7 @@ def fill(settings: Settings, launcher: Launcher) -> Settings:
     if settings["early_stopping_patience"] is not None and settings["metric_for_best_model"] is None:
         settings = settings.decided(metric_for_best_model="loss")
     rules = (*RULES, *(DPO_RULES if settings.method.reads_pairs else ()))
-    broken = [(rule, fault) for rule in rules if (fault := rule.fault(settings))]
-    refuse([fault for _, fault in broken])
+    refuse([fault for rule in rules if (fault := rule.fault(settings))])
     settings = streams(settings)
     return settings.note(*_notes(settings), *launcher.notes)
 
@@ -218,9 +218,7 @@ RULES = (
     ),
     Rule(
         "chat_template_path",
-        lambda s: (
-            (s["chat_template_path"] or "").endswith((".jinja", ".j2")) and not Path(s["chat_template_path"]).is_file()
-        ),
+        lambda s: is_template_file(s["chat_template_path"] or "") and not Path(s["chat_template_path"]).is_file(),
         "is not a file. Name a .jinja file, or a tokenizer's folder or name on the hub",
     ),
     Rule(

@@ -29,7 +29,7 @@ class Kind(NamedTuple):
     nargs: str | None = None
     """argparse's number of words; None for one."""
     reads_none: bool = False
-    """Whether the words none and null mean no value, for a flag that can be without one."""
+    """Whether the words none and null unset a flag of this kind that may have no value."""
 
 
 def _bool(value: Any) -> bool:
@@ -143,6 +143,11 @@ class Flag:
     """Whether reports hide it."""
     aliases: tuple[str, ...] = ()
     """Names that other releases of TRL and transformers gave it."""
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of its help, without the full stop."""
+        return self.help.partition(". ")[0].removesuffix(".")
 
     @property
     def unset(self) -> Any:
@@ -261,7 +266,7 @@ class Method:
 
 
 class Rule(NamedTuple):
-    """What relates several flags. Rules that are true are refused, or noted."""
+    """What relates several flags. Settings that break a rule are refused."""
 
     flags: str
     """Their names, of which the first is at fault."""

@@ -39,7 +39,6 @@ from longctx.data.errors import check_selection
 from longctx.data.kinds import PAIRS
 from longctx.data.sides import sides_of_pairs
 from longctx.model.allow_list import head_size, num_heads
-from longctx.model.load import is_template_file
 from longctx.packing import (
     PackedDataset,
     PackedStream,
@@ -56,7 +55,7 @@ from longctx.packing import (
     shared_tokens,
 )
 from longctx.ranks.agreement import main_process_first, on_all_ranks
-from longctx.untrusted.files import check_file
+from longctx.untrusted.files import check_file, is_template_file
 
 logger = logging.getLogger(__name__)
 

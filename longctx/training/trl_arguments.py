@@ -6,7 +6,7 @@ import copy
 
 from trl import SFTConfig
 
-from longctx.model.load import is_template_file
+from longctx.untrusted.files import is_template_file
 from longctx.upstream.trl_internals import leave_out_token
 
 LAYER_KEYWORDS = ("selective", "whole_layers", "offload")

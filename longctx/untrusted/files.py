@@ -50,6 +50,11 @@ def check_path(flag: str, value: object) -> None:
             raise ValueError(f"--{flag} {shown!r} cannot be a path: {reason}. Correct it.") from None
 
 
+def is_template_file(path: str) -> bool:
+    """Whether --chat_template_path means a file, else a tokenizer; as TRL tells them apart."""
+    return path.endswith((".jinja", ".j2"))
+
+
 def check_folder(folder: Path, *, subfolders: bool = False) -> None:
     """Check that a folder holds regular files, links to such files, and folders, before a library opens any of them.
 

@@ -24,13 +24,14 @@ from longctx.dpo import main
 from longctx.model.branches import branch_obstacle
 from longctx.model.tiny import tiny_config, tiny_tokenizer
 from longctx.packing import PairedDataset, kept_of_sides, plan_pairs
+from longctx.settings import dpo
 from longctx.settings.dpo import DPO
 from longctx.settings.launcher import read_profile
 from longctx.settings.model_config import _check_model_of_pairs
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.settings.rules import fill
-from longctx.training.preference import LOSSES, Pairs, _summable, sides_of_batch
+from longctx.training.preference import LOSSES, SFT, Pairs, _summable, sides_of_batch
 from tests.model.more_families import LLAMA4, SMALL
 
 TEXT = [
@@ -348,3 +349,7 @@ def test_experts_see_each_token_by_itself_and_share_prompts():
     config.update({"output_router_logits": True, "router_aux_loss_coef": 0.1})
     assert "auxiliary loss" in branch_obstacle(config, backend_has_branches=True, is_chunked=False)
     assert "the backend" in branch_obstacle(tiny_config(), backend_has_branches=False, is_chunked=False)
+
+
+def test_the_losses_that_flags_name_are_those_that_are_built():
+    assert set(dpo.LOSSES) == {*LOSSES, SFT}

@@ -264,7 +264,7 @@ OLDER = {  # by today's name: another, and a value
 
 
 def test_the_older_names_are_known():
-    """Else the tests below would compare nothing."""
+    """The tests below would pass if these lists were empty."""
     assert {flag.name for flag in SFT.flags.values() if flag.aliases} == OLDER.keys()
 
 
