@@ -132,8 +132,8 @@ def _train_longctx(task: Task, watch: _Watch) -> dict[str, Any]:
     trainer.train()
     logged = next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry)
     metrics, dims = trainer.step_metrics, trainer.sequence.dims
-    assert isinstance(trainer.rows, PackedDataset), "the sweep trains on no stream"
-    lengths = [length for row in range(dims.dp) for length in trainer.rows[row]["seq_lengths"].tolist()]
+    assert isinstance(trainer.train_dataset, PackedDataset), "the sweep trains on no stream"
+    lengths = [length for row in range(dims.dp) for length in trainer.train_dataset[row]["seq_lengths"].tolist()]
     return {"loss": logged["loss"], "padding": logged["padding_fraction"], **_work(metrics, lengths)}
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
+from trl.models import get_act_offloading_ctx_manager
 
 from longctx.attention.backends import BACKENDS
 from longctx.attention.kernels import Kernel
@@ -32,7 +34,11 @@ from longctx.training.fingerprint import is_preference
 from longctx.training.objective import Objective
 from longctx.training.reference_model import ReferencedPreferenceLoss
 from longctx.training.trainer import SequenceTrainer
+from longctx.untrusted.files import is_template_file
 from longctx.upstream.accelerate_internals import configure_fsdp, fsdp2_plugin
+
+LAYER_KEYWORDS = ("selective", "whole_layers", "offload")
+"""Keywords of checkpointing that longctx.parallelize carries out."""
 
 
 def load(prepared: PreparedRun) -> PreTrainedModel:
@@ -90,6 +96,7 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         model = add_adapter(model, settings)
     if settings["load_in_4bit"] and run.engine == "fsdp2":
         make_shardable(model)
+    _prepare_for_trainer(prepared, model)
     collator = SequenceCollator(
         pad_token_id=prepared.tokenizer.pad_token_id,
         pad_to_multiple_of=settings["pad_to_multiple_of"],
@@ -98,16 +105,15 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
     trainer = SequenceTrainer(
         model,
         args,
+        collator,
+        prepared.data.rows,
+        prepared.data.evaluation.rows if prepared.data.evaluation else None,
+        prepared.tokenizer,
         sequence=sequence,
         objective=_objective(prepared, sequence),
-        rows=prepared.data.rows,
-        collator=collator,
-        documents=prepared.data.documents,
-        processing_class=prepared.tokenizer,
         costs=prepared.data.costs,
         report=prepared.data.report,
         mixture=prepared.data.mixture,
-        eval_rows=prepared.data.evaluation.rows if prepared.data.evaluation else None,
         data_identity=prepared.data_identity,
         on_nonfinite=settings["on_nonfinite"],
         base_config=run.model_config if changes_base(settings) else None,
@@ -115,9 +121,27 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
     if run.engine == "fsdp2":
         reduce_in_bf16 = run.memory_options.communication_data_type == "bf16"
         configure_fsdp(fsdp2_plugin(trainer.accelerator), reduce_in_bf16=reduce_in_bf16, use_cpu=run.use_cpu)
-    if run.memory_options.activation_offloading and run.use_cpu:
-        trainer.maybe_activation_offload_context = SavedOnHost()
+    if run.memory_options.activation_offloading:
+        trainer.saved_activations = SavedOnHost() if run.use_cpu else get_act_offloading_ctx_manager(trainer.model)
     return trainer
+
+
+def _prepare_for_trainer(prepared: PreparedRun, model: PreTrainedModel) -> None:
+    """Change the arguments, the tokenizer and the model as TRL's SFTTrainer does before it calls the Trainer."""
+    args, tokenizer, template = prepared.args, prepared.tokenizer, prepared.run.settings["chat_template_path"]
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):  # one argument, two names
+        if given := getattr(args, name, None):
+            setattr(args, name, {key: value for key, value in given.items() if key not in LAYER_KEYWORDS})
+    if args.gradient_checkpointing and prepared.run.settings["use_peft"]:
+        model.enable_input_require_grads()
+    if template and is_template_file(template):
+        tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+    if args.eos_token is not None:  # the tokenizer has it already; generation may also stop at others
+        model.config.get_text_config().eos_token_id = tokenizer.eos_token_id
+        stops = model.generation_config.eos_token_id
+        stops = [] if stops is None else [stops] if isinstance(stops, int) else stops
+        if tokenizer.eos_token_id not in stops:
+            model.generation_config.eos_token_id = [tokenizer.eos_token_id, *stops]
 
 
 def _objective(prepared: PreparedRun, sequence: SequenceParallel) -> Objective:

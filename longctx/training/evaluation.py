@@ -1,4 +1,4 @@
-"""Evaluation and prediction, sharded like training: the trainer class between checkpoints and the step."""
+"""Evaluation and prediction, sharded like training: what a trainer has between checkpoints and the step."""
 
 from __future__ import annotations
 
@@ -11,51 +11,36 @@ import torch
 from datasets import Dataset
 from numpy.typing import NDArray
 from torch.utils.data import Dataset as TorchDataset
-from transformers import PreTrainedModel, TrainerControl
+from transformers import TrainerControl
 from transformers.trainer_utils import PredictionOutput, speed_metrics
-from trl import SFTConfig
 
-from longctx.layers.loss import TokenOutputs
 from longctx.packing import PackedDataset
 from longctx.parallel import SequenceParallel
 from longctx.ranks.agreement import gather_objects
 from longctx.ranks.watchdog import phase
 from longctx.regions import region
-from longctx.sequence.batch import ShardedBatch
 from longctx.sequence.mesh import ParallelDims
-from longctx.training.checkpoint import ResumableTrainer
+from longctx.training.checkpoint import ResumableMixin
 from longctx.training.data_order import StepLoader, StepSampler, end_with_parent
 from longctx.training.metrics import StepMetrics, TokenMeans
 from longctx.training.objective import Objective
 from longctx.upstream.transformers_internals import memory_tracker
 
 
-class EvaluatingTrainer(ResumableTrainer):
-    """Evaluates and predicts on rows that are cut as in training; each number is that of a single device.
+class EvaluatingMixin(ResumableMixin):
+    """Makes a trainer evaluate and predict on rows that are cut as in training; each number is that of one device.
 
-    A subclass implements `_forward`, and sets training's `step_metrics`.
+    It uses training's `_forward` and `step_metrics`.
     """
 
     step_metrics: StepMetrics
     control: TrainerControl
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        args: SFTConfig,
-        *,
-        sequence: SequenceParallel,
-        objective: Objective,
-        **kwargs: Any,
-    ):
+    def __init__(self, *args: Any, sequence: SequenceParallel, objective: Objective, **kwargs: Any):
         self.sequence, self.objective = sequence, objective
         self._token_means = TokenMeans(sequence.device, sequence.routers, objective.sums)
         self._predictions: list[list[NDArray[np.float32]]] | None = None
-        super().__init__(model=model, args=args, **kwargs)
-
-    def _forward(self, model: Any, inputs: dict[str, Any]) -> tuple[ShardedBatch, TokenOutputs]:
-        """Return this rank's part of the batch, and the model's outputs for its tokens."""
-        raise NotImplementedError
+        super().__init__(*args, **kwargs)
 
     def _worker_options(self) -> dict[str, Any]:
         args = self.args

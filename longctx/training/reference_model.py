@@ -49,7 +49,7 @@ class ReferencedPreferenceLoss(PreferenceLoss):
     def prepare(self, trainer: Any, model: nn.Module) -> None:
         if not uses_reference(self.flags):
             return
-        for name, rows in {"training": trainer.rows, "evaluation": trainer.eval_dataset}.items():
+        for name, rows in {"training": trainer.train_dataset, "evaluation": trainer.eval_dataset}.items():
             if isinstance(rows, PairedDataset):
                 rows.reference = self._reference(trainer, model, rows, name)
 
@@ -87,7 +87,7 @@ class ReferencedPreferenceLoss(PreferenceLoss):
 
     def _order(self, trainer: Any, rows: PairedDataset, dp_rank: int) -> StepSampler:
         """Return the packs of each micro-batch of a data-parallel rank; together they are all packs."""
-        if rows is trainer.rows and self.batch_size is None:
+        if rows is trainer.train_dataset and self.batch_size is None:
             order = trainer.step_sampler(dp_rank)
             order.drop_last = False
             return order

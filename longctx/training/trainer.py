@@ -1,16 +1,17 @@
-"""A subclass of TRL's SFTTrainer with longctx's rows, sharding, loss and log, and no attention code.
+"""What makes a trainer one of long sequences: its rows, sharding, loss and log, and no attention code.
 
-Rows are collated and their cut is planned in `longctx.training.data_order`. The base classes evaluate
+Rows are collated and their cut is planned in `longctx.training.data_order`. The base mixins evaluate
 (`longctx.training.evaluation`), and save and resume (`longctx.training.checkpoint`).
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from accelerate import Accelerator
-from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -27,6 +27,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Trainer,
 )
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import TrainOutput
@@ -56,105 +57,111 @@ from longctx.training.callbacks import (
 )
 from longctx.training.data_order import MicroBatch, PlanningCollator, StepSampler, StepStream, StreamCollator
 from longctx.training.engines import saved_buffers_handed_on
-from longctx.training.evaluation import EvaluatingTrainer
+from longctx.training.evaluation import EvaluatingMixin
 from longctx.training.exactness import Exactness
 from longctx.training.metrics import NON_FINITE_FILE, NON_FINITE_REMEDY, NonFinite, NonFiniteError, StepMetrics
 from longctx.training.objective import Objective
 from longctx.training.peak_memory import MemoryWarnings
 from longctx.training.progress import print_lines
 from longctx.training.schedule import add_defaults
-from longctx.training.trl_arguments import without_data_preparation
 from longctx.upstream.accelerate_internals import fsdp2_plugin, keep_sums_in_fp32, save_whole_models
-from longctx.upstream.transformers_internals import average_running_loss
+from longctx.upstream.transformers_internals import average_running_loss, mean_running_loss
 
 phase("backward")(Accelerator.backward)
 phase("backward")(torch.Tensor.backward)  # of custom loops
 
 
-class SequenceTrainer(EvaluatingTrainer):
-    """Trains on rows that are cut over sequence groups.
+class SequenceMixin(EvaluatingMixin):
+    """Makes a trainer train on rows that are cut over sequence groups.
 
     Args:
         model: the first result of `longctx.parallelize`.
+        data_collator: pads to a multiple of `sequence.dims.multiple`.
+        train_dataset: packs or single documents; or a stream of them, which needs `args.max_steps`.
+        eval_dataset: packs or single documents to evaluate on.
         sequence: the second result of `longctx.parallelize`.
         objective: the loss and the metrics of the training method.
-        rows: packs or single documents, in data set order; or a stream of them, which needs `args.max_steps`.
-        collator: pads to a multiple of `sequence.dims.multiple`.
-        documents: the tokenised documents that `rows` are cut from.
         costs: modelled cost of each row, for balancing data-parallel ranks; None to shuffle only.
         report: counts of documents and tokens, for the first entry of the log's history; a stream has an entry that
             grows.
         mixture: share of each data set in the documents, for the same entry.
-        eval_rows: packs or single documents to evaluate on.
-        data_identity: returns what identifies data and model, by name, when a checkpoint is saved.
+        data_identity: returns what identifies data and model, by name, when a checkpoint is saved; resuming must not
+            change it.
         on_nonfinite: `stop` the run, or `skip` the step, if a gradient is NaN or infinite.
         base_config: configuration of an adapter's base model if it differs from that of its name; saved beside the
             adapter.
     """
 
-    _name = "longctx"
     loss_is_scaled_for_ga = True
     """`compute_loss` divides by the label tokens of the whole step, so the Trainer must not divide by
     gradient_accumulation_steps again."""
+    saved_activations: AbstractContextManager[Any] = nullcontext()
+    """A context of each micro-batch, in which activations may be saved elsewhere than on the device."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         args: SFTConfig,
+        data_collator: SequenceCollator,
+        train_dataset: PackedDataset | PackedStream,
+        eval_dataset: PackedDataset | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
         *,
         sequence: SequenceParallel,
         objective: Objective,
-        rows: PackedDataset | PackedStream,
-        collator: SequenceCollator,
-        documents: Dataset | IterableDataset,
-        processing_class: PreTrainedTokenizerBase,
         costs: NDArray[np.floating] | None = None,
         report: PackingReport | None = None,
         mixture: Sequence[SourceReport] = (),
-        eval_rows: PackedDataset | None = None,
         data_identity: Callable[[], Mapping[str, Any]] = dict,
         on_nonfinite: Literal["stop", "skip"] = "stop",
         base_config: PretrainedConfig | None = None,
         **kwargs: Any,
     ):
-        self.rows, self.costs = rows, costs
+        args = copy.copy(args)
+        self._leaves_out_nonfinite, args.logging_nan_inf_filter = args.logging_nan_inf_filter, False  # training_step
+        self.costs, self.data_identity = costs, data_identity
+        self.on_nonfinite, self.base_config = on_nonfinite, base_config
         self._tag_names = ("trl", objective.tag, "longctx")
-        self._data_identity, self.on_nonfinite, self.base_config = data_identity, on_nonfinite, base_config
-        self.step_metrics = StepMetrics(
-            sp=sequence.dims.sp,
-            sp_rank=sequence.dims.sp_rank(sequence.rank),
-            config=model.config,
-            flops_per_token=4 * count_parameters(model) + 2 * count_trained_parameters(model),
-            device=sequence.device,
-            routers=sequence.routers,
-            extra=objective.sums,
-        )
+        self._flops: dict[torch.Size, float] = {}
+        """Of a micro-batch, by the shape of its `input_ids`."""
         self._uncounted: list[dict[str, Any]] = []
         """The micro-batches of a step that has begun, before their routers' choices are counted."""
         self._memory_warnings = MemoryWarnings()
         self._outputs_checked = False
         self.has_seen_labels = False
         """Whether any step so far, including those before resuming, had a token with a label. All ranks agree on it."""
+        self.stream_read: MicroBatch | None = None
+        """The last micro-batch of a stream, with the position after its step as plain values that all ranks share."""
         super().__init__(
             model=model,
-            args=without_data_preparation(args),
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
             sequence=sequence,
             objective=objective,
-            data_collator=PlanningCollator(
-                collator, sequence.dims, sequence.rank, time_of=sequence.time_of_plan, also=objective.collate
-            ),
-            train_dataset=documents,
-            eval_dataset=eval_rows,
-            processing_class=processing_class,
             **kwargs,
+        )
+        self.model_accepts_loss_kwargs = True  # as loss_is_scaled_for_ga, for transformers before 5.19
+        self.model.add_model_tags(self._tag_names)
+        self.data_collator = PlanningCollator(
+            data_collator, sequence.dims, sequence.rank, time_of=sequence.time_of_plan, also=objective.collate
+        )
+        self.step_metrics = StepMetrics(
+            sp=sequence.dims.sp,
+            sp_rank=sequence.dims.sp_rank(sequence.rank),
+            config=self.model.config,
+            flops_per_token=4 * count_parameters(self.model) + 2 * count_trained_parameters(self.model),
+            device=sequence.device,
+            routers=sequence.routers,
+            extra=objective.sums,
         )
         keep_sums_in_fp32(self.accelerator)
         if self.is_fsdp_enabled:
             save_whole_models(self.accelerator)
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", sequence.dims.world_size))
         print_lines(self, self.step_metrics, ranks_per_node)
-        self.stream_read: MicroBatch | None = None
-        if isinstance(rows, PackedStream):
+        if isinstance(self.train_dataset, PackedStream):
             # Here `epoch` stays the Trainer's: steps / max_steps.
             self.add_callback(StreamEntry(lambda: self.stream_read, self.mixture_read))
         else:
@@ -167,48 +174,12 @@ class SequenceTrainer(EvaluatingTrainer):
         self.stop_on_signal = StopOnSignal(sequence.device, prints=sequence.rank == 0)
         self.add_callback(self.stop_on_signal)
 
-    def layout(self) -> dict[str, Any]:
-        dims = self.sequence.dims
-        return {
-            "sequences_per_step": self.get_total_train_batch_size(self.args),
-            "world_size": dims.world_size,
-            "sp": dims.sp,
-            "ring": dims.ring,
-            "dp_replicate": dims.dp_replicate,
-        }
-
-    def data_identity(self) -> dict[str, Any]:
-        return dict(self._data_identity())
-
-    def data_position(self) -> dict[str, Any] | None:
-        return None if self.stream_read is None else self.stream_read.position
-
     def mixture_read(self) -> tuple[SourceReport, ...]:
         """Return what was read of each data set of a streamed mixture, up to the last step."""
-        if self.stream_read is None or not isinstance(self.rows, PackedStream):
+        if self.stream_read is None or not isinstance(self.train_dataset, PackedStream):
             return ()
-        source = self.rows.source
+        source = self.train_dataset.source
         return source.reports(self.stream_read.position["stream"]["source"]) if isinstance(source, MixedStream) else ()
-
-    @property
-    def may_skip_steps(self) -> bool:  # type: ignore[override]
-        return self.on_nonfinite == "skip"
-
-    def before_restoring(self, model: nn.Module) -> None:
-        self.objective.prepare(self, model)
-
-    def restore_data_position(self, loader: DataLoader, position: dict[str, Any] | None, step: int) -> None:
-        if isinstance(loader.dataset, StepStream) != (position is not None):
-            raise ValueError("a stream needs a position, and only a stream has one")
-        if isinstance(loader.dataset, StepStream) and position is not None:
-            loader.dataset.go_on_from(step, position)
-
-    def progress(self) -> dict[str, Any]:
-        return {"metrics": self.step_metrics.state_dict(), "has_seen_labels": self.has_seen_labels}
-
-    def restore_progress(self, progress: Sequence[dict[str, Any]]) -> None:
-        self.step_metrics.load_state_dicts([rank["metrics"] for rank in progress], rank=self.sequence.rank)
-        self.has_seen_labels = any(rank.get("has_seen_labels", True) for rank in progress)  # older ones do not say
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         with self._wrapping():
@@ -239,12 +210,12 @@ class SequenceTrainer(EvaluatingTrainer):
             return super().evaluation_loop(*args, **kwargs)
 
     @phase("gradient norm")
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
         """Return the norm, the same on all ranks, after handling a NaN or infinite one before the weights change."""
-        grad_norm = super()._get_grad_norm(model, grad_norm)
-        if not math.isfinite(grad_norm):
-            self._meet_nonfinite(model, float(grad_norm))
-        return grad_norm
+        norm = float(super()._get_grad_norm(model, grad_norm))  # the one wait of the host for the device in a step
+        if not math.isfinite(norm):
+            self._meet_nonfinite(model, norm)
+        return norm
 
     def _meet_nonfinite(self, model: nn.Module, grad_norm: float) -> None:
         """Record the step, and raise NonFiniteError or skip it; DeepSpeed skips it by itself."""
@@ -261,22 +232,22 @@ class SequenceTrainer(EvaluatingTrainer):
 
     def _documents_of_step(self) -> dict[str, list[int] | None]:
         """Return the numbers of the current step's rows and documents in the data set; None for a stream."""
-        if isinstance(self.rows, PackedStream):
+        if isinstance(self.train_dataset, PackedStream):
             return {"rows": None, "documents": None}
         sampler = self.step_sampler(dp_rank=0)
         epoch, step = divmod(self.state.global_step, sampler.num_steps)
         sampler.set_epoch(epoch)
         rows = next(islice(sampler.steps(), step, None)).tolist()
-        documents = [int(n) for row in rows for n in self.rows.packing.documents(row)]
+        documents = [int(n) for row in rows for n in self.train_dataset.packing.documents(row)]
         return {"rows": rows, "documents": documents}
 
     def step_sampler(self, dp_rank: int) -> StepSampler:
         """Return the row numbers that data-parallel rank `dp_rank` reads."""
-        assert not isinstance(self.rows, PackedStream), "rows of a stream have no numbers"
+        assert not isinstance(self.train_dataset, PackedStream), "rows of a stream have no numbers"
         args = self.args
         seed = args.seed if args.data_seed is None else args.data_seed
         return StepSampler(
-            len(self.rows),
+            len(self.train_dataset),
             micro_batch_size=self.args.train_batch_size,
             accumulation_steps=args.gradient_accumulation_steps,
             dp=self.sequence.dims.dp,
@@ -288,9 +259,9 @@ class SequenceTrainer(EvaluatingTrainer):
 
     def step_stream(self, dp_rank: int) -> StepStream:
         """Return the rows that data-parallel rank `dp_rank` reads of a stream."""
-        assert isinstance(self.rows, PackedStream), "rows that are no stream have a step_sampler"
+        assert isinstance(self.train_dataset, PackedStream), "rows that are no stream have a step_sampler"
         return StepStream(
-            self.rows,
+            self.train_dataset,
             micro_batch_size=self.args.train_batch_size,
             accumulation_steps=self.args.gradient_accumulation_steps,
             dp=self.sequence.dims.dp,
@@ -300,17 +271,17 @@ class SequenceTrainer(EvaluatingTrainer):
 
     def micro_batches(self, dp_rank: int) -> Iterator[list[dict[str, NDArray[Any]]]]:
         """Return the rows of each micro-batch that data-parallel rank `dp_rank` reads; [] if only others have some."""
-        if isinstance(self.rows, PackedStream):
+        if isinstance(self.train_dataset, PackedStream):
             return (micro_batch.rows or [] for micro_batch in self.step_stream(dp_rank))
-        return map(self.rows.__getitems__, self.step_sampler(dp_rank))
+        return map(self.train_dataset.__getitems__, self.step_sampler(dp_rank))
 
     def get_train_dataloader(self) -> DataLoader:
         dp_rank = self.sequence.dims.dp_rank(self.sequence.rank)
         options = self._worker_options() | {"persistent_workers": self.args.dataloader_persistent_workers}
-        if isinstance(self.rows, PackedStream):
+        if isinstance(self.train_dataset, PackedStream):
             collator: Any = StreamCollator(self.data_collator)  # takes one micro-batch, not a list
             return DataLoader(self.step_stream(dp_rank), batch_size=None, collate_fn=collator, **options)
-        return self._loader(self.rows, self.step_sampler(dp_rank), **options)
+        return self._loader(self.train_dataset, self.step_sampler(dp_rank), **options)
 
     def get_total_train_batch_size(self, args: SFTConfig) -> int:
         """Return the sequences of an optimizer step."""
@@ -343,6 +314,16 @@ class SequenceTrainer(EvaluatingTrainer):
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return inputs  # cut on the CPU first; only this rank's part goes to the device
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the micro-batch's loss, of which the Trainer logs the mean.
+
+        Like its own --logging_nan_inf_filter, which waits for the device, this takes the mean so far in the place of a
+        loss that is NaN or infinite.
+        """
+        with self.saved_activations:
+            loss = super().training_step(*args, **kwargs)
+        return torch.where(loss.isfinite(), loss, mean_running_loss(self)) if self._leaves_out_nonfinite else loss
 
     @phase("forward")
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -442,4 +423,11 @@ class SequenceTrainer(EvaluatingTrainer):
         return output
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        return super().floating_point_ops(inputs) / self.sequence.dims.sp
+        shape = inputs["input_ids"].shape
+        if shape not in self._flops:  # each call of the Trainer's counts the model's parameters
+            self._flops[shape] = super().floating_point_ops(inputs) / self.sequence.dims.sp
+        return self._flops[shape]
+
+
+class SequenceTrainer(SequenceMixin, Trainer):
+    """transformers' Trainer on rows that are cut over sequence groups, as `longctx train` and `longctx dpo` use it."""

@@ -238,6 +238,11 @@ def restore_log_sums(trainer: Any, *, loss: float, last_logged: int, total_loss:
     trainer._total_loss_scalar = total_loss
 
 
+def mean_running_loss(trainer: Any) -> Any:
+    """Return this rank's mean loss of the steps since the last log entry, a tensor on the device."""
+    return trainer._tr_loss / (1 + trainer.state.global_step - trainer._globalstep_last_logged)
+
+
 def average_running_loss(trainer: Any) -> None:
     """Replace this rank's loss since the last log entry, from which the mean of a run is made, by that of all ranks."""
     trainer._tr_loss = trainer.accelerator.reduce(trainer._tr_loss, "mean")

@@ -1,27 +1,14 @@
-"""What longctx replaces in TRL: how its arguments are pickled, and its offloading of activations."""
+"""What longctx replaces in TRL: its offloading of activations."""
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from trl import SFTConfig
 from trl.models import activation_offloading as offloading
-
-
-def leave_out_token(args: SFTConfig) -> None:
-    """Pickle these arguments without the hub's token, in the training_args.bin that the Trainer saves with a model."""
-    args.__class__ = _WithoutToken
-
-
-class _WithoutToken(SFTConfig):
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # As `SFTConfig` itself: copyreg.__newobj__ would require this class.
-        return copyreg._reconstructor, (SFTConfig, object, None), vars(self) | {"hub_token": None}  # type: ignore[attr-defined]
 
 
 def offloading_on_cpu(

@@ -185,7 +185,7 @@ def test_the_order_of_the_data_has_a_seed_of_its_own(data_seed, used):
     args = SimpleNamespace(seed=1, data_seed=data_seed, gradient_accumulation_steps=1, dataloader_drop_last=False)
     args.train_sampling_strategy, args.train_batch_size = "random", 1
     sequence = SimpleNamespace(dims=ParallelDims(world_size=1))
-    trainer = SimpleNamespace(rows=range(8), args=args, sequence=sequence, costs=None)
+    trainer = SimpleNamespace(train_dataset=range(8), args=args, sequence=sequence, costs=None)
     assert SequenceTrainer.step_sampler(trainer, 0).seed == used
 
 

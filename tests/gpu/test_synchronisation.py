@@ -36,14 +36,13 @@ IN_A_MICRO_BATCH = {
 
 BETWEEN_MICRO_BATCHES = {
     "longctx.parallel.SequenceParallel.count_over_ranks": "The loss is divided by the label tokens of the step.",
-    "longctx.training.trainer.SequenceTrainer._get_grad_norm": "A norm that is not finite stops the run.",
+    "longctx.training.trainer.SequenceMixin._get_grad_norm": "A norm that is not finite stops the run.",
     "accelerate.utils.deepspeed.DeepSpeedEngineWrapper.get_global_grad_norm": "The same norm, of DeepSpeed.",
     "longctx.training.callbacks.StopOnSignal.on_step_end": "Ranks agree whether a signal has come.",
     "longctx.training.metrics.StepMetrics": "The log has sums over all ranks.",
     "transformers.trainer.Trainer._maybe_log_save_evaluate": "The log has the loss and the norm as numbers.",
     "transformers.trainer.Trainer.store_flos": "So has it the operations of all ranks.",
     "transformers.trainer_pt_utils.distributed_broadcast_scalars": "The same.",
-    "transformers.trainer.Trainer._run_epoch": "--logging_nan_inf_filter looks at the loss of each micro-batch.",
     "trl.models.activation_offloading.OffloadActivations.__exit__": "TRL waits for its streams after a backward pass.",
     "deepspeed.": "ZeRO-3's reduction of gradients, its norm and its step are DeepSpeed's own.",
 }

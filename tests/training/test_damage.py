@@ -24,7 +24,7 @@ from longctx.model.files import without_weights
 from longctx.model.tied_head import _lazy_tensors
 from longctx.training.checkpoint.files import CheckpointError, Manifest, check_files, damage_named, read_manifest
 from longctx.training.checkpoint.states import StateReader, check_side_files
-from longctx.training.checkpoint.trainer import ResumableTrainer
+from longctx.training.checkpoint.trainer import ResumableMixin
 from longctx.untrusted.confined import Bounds, Confined, OutOfBounds
 from longctx.untrusted.files import check_file
 from tests.training.test_training import COMMON, make_documents, write_jsonl
@@ -58,7 +58,7 @@ def test_callbacks_of_a_checkpoint():
         state=SimpleNamespace(stateful_callbacks={"EarlyStoppingCallback": counter}),
     )
     with pytest.raises(TypeError, match="early_stopping_patience_counter is 'many', expected a int"):
-        ResumableTrainer._restore_callbacks(trainer)
+        ResumableMixin._restore_callbacks(trainer)
 
 
 def test_files_of_models(tmp_path, monkeypatch):

@@ -10,14 +10,14 @@ from longctx.training.checkpoint.files import (
     read_manifest,
 )
 from longctx.training.checkpoint.states import check_side_files
-from longctx.training.checkpoint.trainer import ResumableTrainer, optimization_flags
+from longctx.training.checkpoint.trainer import ResumableMixin, optimization_flags
 
 __all__ = [
     "MANIFEST",
     "CheckpointError",
     "Manifest",
     "NotSavedError",
-    "ResumableTrainer",
+    "ResumableMixin",
     "check_files",
     "check_same",
     "check_side_files",

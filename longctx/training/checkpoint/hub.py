@@ -1,4 +1,4 @@
-"""A trainer whose failed pushes to the hub end all ranks, or cause a warning if made in the background."""
+"""Pushes to the hub, of which failed ones end all ranks, or cause a warning if made in the background."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import upload_folder
-from trl import SFTTrainer
 
 from longctx.ranks.agreement import on_all_ranks
 from longctx.training.checkpoint.files import NotSavedError
 
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object  # a mixin: the class that uses it adds the trainer
+
 logger = logging.getLogger(__name__)
 
 
-class PushingTrainer(SFTTrainer):
-    """Pushes checkpoints in the background and output_dir at the end."""
+class PushingMixin(Trainer):
+    """Makes a trainer push checkpoints in the background and output_dir at the end."""
 
     def push_results(self) -> None:
         """Push output_dir, except checkpoints, with a model card. Called by all ranks together.
@@ -42,7 +46,7 @@ class PushingTrainer(SFTTrainer):
         )
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
-        self._push(lambda: super(PushingTrainer, self).init_hf_repo(*args, **kwargs))
+        self._push(lambda: super(PushingMixin, self).init_hf_repo(*args, **kwargs))
         if getattr(self, "hub_model_id", None) is None:  # on other ranks, which would create it again
             self.hub_model_id: str | None = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
 

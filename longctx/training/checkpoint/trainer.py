@@ -1,4 +1,4 @@
-"""A trainer whose checkpoints, which replace the engines' own, any layout can resume."""
+"""Checkpoints that any layout can resume, in place of the engines' own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from trl import SFTConfig
@@ -38,7 +38,7 @@ from longctx.training.checkpoint.files import (
     writing,
 )
 from longctx.training.checkpoint.folder import MODEL_FILES, RunRecord, best_beside, checkpoints, next_serial, rotate
-from longctx.training.checkpoint.hub import PushingTrainer
+from longctx.training.checkpoint.hub import PushingMixin
 from longctx.training.checkpoint.masters import round_weights, set_fp32_weights
 from longctx.training.checkpoint.shards import WEIGHT, parameter_shards, trained_shapes, update_working_weights
 from longctx.training.checkpoint.states import (
@@ -51,60 +51,40 @@ from longctx.training.checkpoint.states import (
     set_random_state,
     write_states,
 )
+from longctx.training.data_order import StepStream
 from longctx.training.metrics import NonFiniteError
 from longctx.upstream.transformers_internals import log_sums, restore_log_sums
 
 logger = logging.getLogger(__name__)
 
 
-class ResumableTrainer(PushingTrainer):
-    """Saves a Transformers folder in `checkpoint-N` and, without --save_only_model, all that resuming needs.
+class ResumableMixin(PushingMixin):
+    """Makes a trainer save a Transformers folder in `checkpoint-N` and, without --save_only_model, all that resuming
+    needs.
 
     A resumed run equals one that was never interrupted: weights, optimizer, schedule, the log's sums and the position
     in the data continue. sp, the backend, the engine and the number of devices may change as long as a step has as many
     sequences.
     """
 
-    def __init__(self, model: PreTrainedModel, args: SFTConfig, **kwargs: Any):
-        super().__init__(model=model, args=args, **kwargs)
-        self._fp32_weights = round_weights(model) if self.is_deepspeed_enabled and args.bf16 else {}
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._fp32_weights = round_weights(self.model) if self.is_deepspeed_enabled and self.args.bf16 else {}
         """Initial values of ZeRO's fp32 weights."""
-
-    def layout(self) -> dict[str, Any]:
-        """Return the run's degrees, and `sequences_per_step`, which resuming must not change."""
-        raise NotImplementedError
-
-    def data_identity(self) -> dict[str, Any]:
-        """Return what identifies data and model, by name, which resuming must not change."""
-        raise NotImplementedError
-
-    def data_position(self) -> dict[str, Any] | None:
-        """Return the position in a stream after the last step, as plain values that all ranks share; None for other
-        data."""
-        return None
 
     _nonfinite_from_start: Sequence[str] = ()
     """Trained parameters with NaN or infinite values before training, such as embeddings of unused words."""
 
-    may_skip_steps = False
-    """Whether steps may be skipped, so that the optimizer may have no states yet."""
-
-    def before_restoring(self, model: nn.Module) -> None:
-        """Do what needs the wrapped model as it was loaded. Called by all ranks together, before each training."""
-
-    def restore_data_position(self, loader: DataLoader, position: dict[str, Any] | None, step: int) -> None:
-        """Make the loader continue after this step.
-
-        Raises:
-            ValueError: for a stream without a position, and for a position without a stream.
-        """
-
-    def progress(self) -> dict[str, Any]:
-        """Return this rank's sums since the last log entry. Called by all ranks together."""
-        return {}
-
-    def restore_progress(self, progress: Sequence[dict[str, Any]]) -> None:
-        """Restore what `progress` returned on every rank of the interrupted run."""
+    def layout(self) -> dict[str, Any]:
+        """Return the run's degrees, and `sequences_per_step`, which resuming must not change."""
+        dims = self.sequence.dims
+        return {
+            "sequences_per_step": self.get_total_train_batch_size(self.args),
+            "world_size": dims.world_size,
+            "sp": dims.sp,
+            "ring": dims.ring,
+            "dp_replicate": dims.dp_replicate,
+        }
 
     # Saving
 
@@ -187,12 +167,15 @@ class ResumableTrainer(PushingTrainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if not self.is_world_process_zero():  # the engines gather the model nowhere else
             return
+        token, self.args.hub_token = self.args.hub_token, None  # training_args.bin is saved, and pushed
         try:
             super()._save(output_dir, state_dict)
         except Exception as error:
             if type(error) is Exception:  # raised by tokenizers if the disk is full
                 raise OSError(str(error)) from error
             raise
+        finally:
+            self.args.hub_token = token
 
     def _save_state(self, folder: Path) -> None:
         if self.is_world_process_zero():
@@ -218,9 +201,9 @@ class ResumableTrainer(PushingTrainer):
             layout=self.layout(),
             optimization=optimization_flags(self.args),
             parameters=trained_shapes(self.model_wrapped),
-            data=self.data_identity(),
+            data=dict(self.data_identity()),
             progress={"ranks": progress, "max_steps": self.state.max_steps},
-            position=self.data_position(),
+            position=self.stream_read and self.stream_read.position,
             files=known,
             run=record.id if record else "",
             began=record.began if record else "",
@@ -238,7 +221,8 @@ class ResumableTrainer(PushingTrainer):
                     self.state.stateful_callbacks[name] = state
 
     def _all_progress(self) -> list[dict[str, Any]]:
-        return gather_objects(self.progress() | log_sums(self))
+        own = {"metrics": self.step_metrics.state_dict(), "has_seen_labels": self.has_seen_labels}
+        return gather_objects(own | log_sums(self))
 
     # Resuming
 
@@ -249,7 +233,7 @@ class ResumableTrainer(PushingTrainer):
         set_fp32_weights(model, self._fp32_weights)
         self._fp32_weights = {}
         self._nonfinite_from_start = nonfinite_weights(self.model_wrapped)
-        self.before_restoring(model)
+        self.objective.prepare(self, model)
         if resume_from_checkpoint is not None:
             folder = Path(resume_from_checkpoint)
             on_all_ranks(lambda: self._restore(folder, loader))
@@ -268,7 +252,7 @@ class ResumableTrainer(PushingTrainer):
             )
         kinds = [kind for kind in reader.kinds(scalars=False) if kind != WEIGHT]
         scalars = reader.kinds(scalars=True)
-        check_kinds(folder, _plain(self.args.optim), {*kinds}, {*scalars}, may_be_empty=self.may_skip_steps)
+        check_kinds(folder, _plain(self.args.optim), {*kinds}, {*scalars}, may_be_empty=self.on_nonfinite == "skip")
         with torch.no_grad():
             for piece in parameter_shards(self.model_wrapped, self.optimizer, kinds=kinds, scalars=scalars):
                 reader.fill(piece)
@@ -279,7 +263,11 @@ class ResumableTrainer(PushingTrainer):
             self._say_what_is_left(folder, manifest)
         with damage_named(folder / MANIFEST):
             self.add_callback(_Continued(self, manifest, folder / MANIFEST))
-            self.restore_data_position(loader, manifest.position, manifest.step)
+            rows: Any = loader.dataset
+            if isinstance(rows, StepStream) != (manifest.position is not None):
+                raise ValueError("a stream needs a position, and only a stream has one")
+            if manifest.position is not None:
+                rows.go_on_from(manifest.step, manifest.position)
 
     def _set_learning_rates(self, step: int) -> None:
         """Set the schedule and the optimizer's learning rates to those after `step`.
@@ -399,7 +387,7 @@ def optimization_flags(args: SFTConfig) -> dict[str, Any]:
 class _Continued(TrainerCallback):
     """Restores the log's sums, which the Trainer resets when training begins."""
 
-    def __init__(self, trainer: ResumableTrainer, manifest: Manifest, path: Path):
+    def __init__(self, trainer: ResumableMixin, manifest: Manifest, path: Path):
         self.trainer, self.ranks, self.path = trainer, manifest.progress["ranks"], path
         if not self.ranks:
             raise ValueError("the progress of no rank is in it")
@@ -416,7 +404,8 @@ class _Continued(TrainerCallback):
         same = len(ranks) == args.world_size
         loss = ranks[args.process_index]["loss"] if same else sum(rank["loss"] for rank in ranks) / len(ranks)
         restore_log_sums(trainer, loss=loss, last_logged=ranks[0]["last_logged"], total_loss=ranks[0]["total_loss"])
-        trainer.restore_progress(ranks)
+        trainer.step_metrics.load_state_dicts([rank["metrics"] for rank in ranks], rank=trainer.sequence.rank)
+        trainer.has_seen_labels = any(rank.get("has_seen_labels", True) for rank in ranks)  # older ones do not say
 
 
 _OF_RANKS = ("states-", "random-")
