@@ -1,4 +1,4 @@
-"""Sequence parallelism in the TRL SFTTrainer.
+"""Sequence parallelism in a subclass of TRL's SFTTrainer.
 
 torchrun --nproc_per_node 2 examples/sft_trainer.py
 
@@ -6,41 +6,26 @@ This script replicates the model (DDP). To shard it on GPUs, start it with a pro
 accelerate's own sequence parallelism: accelerate launch --config_file configs/fsdp2.yaml examples/sft_trainer.py
 """
 
+import math
+
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
 from trl import SFTConfig, SFTTrainer
 
 import longctx
-from longctx.collate import SequenceCollator
 from longctx.data import load_records, tokenize_records
 from longctx.model.tiny import tiny_model, tiny_tokenizer
+from longctx.training.trainer import SequenceMixin
 
 SP = 2
 
 
-class SequenceTrainer(SFTTrainer):
-    def __init__(self, *args, sequence, **kwargs):
-        self.sequence = sequence
-        super().__init__(*args, **kwargs)
+class MyTrainer(SequenceMixin, SFTTrainer):
+    """The loss, the data and the checkpoints are SequenceMixin's; what is overridden here stays one's own."""
 
-    def get_train_dataloader(self):
-        # The SP processes of a data-parallel rank read the same documents. accelerate would give each different ones.
-        dims, data = self.sequence.dims, self.train_dataset
-        dp_rank = dims.dp_rank(self.args.process_index)
-        sampler = DistributedSampler(data, dims.dp, dp_rank, shuffle=False, drop_last=True)
-        return DataLoader(data, self.args.train_batch_size, sampler=sampler, collate_fn=self.data_collator)
-
-    def _get_num_items_in_batch(self, batch_samples, device):
-        return self.sequence.count_label_tokens(batch_samples)  # over all micro-batches of the step, each token once
-
-    def _prepare_inputs(self, inputs):
-        return inputs  # cut on the CPU, so that only this rank's part goes to the device
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        shard = self.sequence.shard(inputs)
-        outputs = model(**shard.inputs)
-        loss = self.sequence.loss(outputs.logits, shard.shift_labels, num_items_in_batch)
-        return (loss, outputs) if return_outputs else loss
+    def log(self, logs, start_time=None):
+        if "loss" in logs:
+            logs["perplexity"] = math.exp(logs["loss"])
+        super().log(logs, start_time)
 
 
 def load_documents(tokenizer):
@@ -49,8 +34,8 @@ def load_documents(tokenizer):
     return documents.filter(lambda document: len(document["input_ids"]) <= 1500)
 
 
-def main():
-    args = SFTConfig(
+def arguments():
+    return SFTConfig(
         max_steps=4,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
@@ -58,21 +43,24 @@ def main():
         lr_scheduler_type="constant",
         logging_steps=1,
         save_strategy="no",
+        max_length=None,  # of the documents, which a micro-batch packs
+        train_sampling_strategy="sequential",
         ddp_find_unused_parameters=False,
-        dataset_kwargs={"skip_prepare_dataset": True},  # documents are tokenised; the collator packs them
-        remove_unused_columns=False,
         bf16=torch.cuda.is_available(),
         use_cpu=not torch.cuda.is_available(),
     )
+
+
+def main():
+    args = arguments()
     tokenizer = tiny_tokenizer()  # AutoTokenizer.from_pretrained(...)
     model, sequence = longctx.parallelize(tiny_model(), sp=SP, device=args.device)  # or AutoModelForCausalLM
     with args.main_process_first():
         documents = load_documents(tokenizer)
-    collator = SequenceCollator(tokenizer.pad_token_id, sequence.dims.multiple, padding_free=True)
-    trainer = SequenceTrainer(model, args, collator, documents, processing_class=tokenizer, sequence=sequence)
+    trainer = MyTrainer(model, args, train_dataset=documents, processing_class=tokenizer, sequence=sequence)
     trainer.train()
     for entry in trainer.state.log_history[:-1] if trainer.is_world_process_zero() else ():
-        print(f"step {entry['step']}: loss {entry['loss']:.7f}")
+        print(f"step {entry['step']}: loss {entry['loss']:.7f}, perplexity {entry['perplexity']:.1f}")
 
 
 if __name__ == "__main__":

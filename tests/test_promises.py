@@ -28,7 +28,7 @@ ROWS = {
     "help": 59,
     "launch": 53,
     "limits": 56,
-    "loop": 15,
+    "loop": 17,
     "lora": 19,
     "policy": 25,
     "preference": 53,

@@ -141,10 +141,7 @@ def add_adapter(model: PreTrainedModel, settings: Mapping[str, Any]) -> PreTrain
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings["seed"])
-        adapted = _adapted(model, settings)
-    if settings["load_in_4bit"]:
-        model.is_loaded_in_4bit = False  # else SFTTrainer casts the adapter to bf16
-    return adapted
+        return _adapted(model, settings)
 
 
 def _shown(value: Any) -> str:

@@ -1,15 +1,65 @@
-"""Check a model before step 1, once its engine has wrapped it and the Trainer has made its last changes."""
+"""Check a trainer before it is made, and its model before step 1, once the Trainer has made its last changes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from transformers import TrainingArguments
 
 from longctx.launch.console import say
 from longctx.model.saving import try_saving
+from longctx.packing import PackedStream
 from longctx.ranks.agreement import gather_objects
+
+_REPLACED = (
+    *("compute_loss", "prediction_step", "evaluate", "predict", "get_train_dataloader", "get_eval_dataloader"),
+    *("_get_train_sampler", "_get_eval_sampler", "_get_num_items_in_batch", "_prepare_inputs"),
+)
+"""Methods of a trainer that the mixin overrides without calling them."""
+
+_STOCK = ("transformers.trainer", "trl.trainer.sft_trainer", "trl.trainer.base_trainer")
+"""Modules of trainers whose methods the mixin takes the place of."""
+
+_IGNORED = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "model_init")
+
+
+def check_own_trainer(trainer: type, mixin: type, args: TrainingArguments, keywords: Mapping[str, Any]) -> None:
+    """Check that a class below the mixin does nothing, and is asked for nothing, that the mixin would leave out.
+
+    Args:
+        keywords: those that the class below gets.
+
+    Raises:
+        ValueError: for a method that would never be called, and for an argument that would have no effect.
+    """
+    for base in trainer.__mro__[trainer.__mro__.index(mixin) + 1 :]:
+        lost = [method for method in _REPLACED if method in vars(base)]
+        if lost and base.__module__ not in _STOCK and not issubclass(mixin, base):
+            raise ValueError(
+                f"{base.__name__}.{lost[0]} would never be called: {mixin.__name__} computes the loss of supervised "
+                f"fine-tuning and deals rows over sequence groups. Put {mixin.__name__} on SFTTrainer or Trainer, and "
+                f"define {lost[0]} in {trainer.__name__}."
+            )
+    for keyword in _IGNORED:
+        if keywords.get(keyword) is not None:
+            raise ValueError(
+                f"{keyword} would have no effect: no rank has the logits and the labels of a whole batch. Leave it out."
+            )
+    if keywords.get("objective") is None and getattr(args, "loss_type", "nll") == "dft":
+        raise ValueError("loss_type 'dft' is not computed over sequence groups. Use 'nll', or pass an objective.")
+    if args.train_sampling_strategy not in ("random", "sequential"):
+        raise ValueError(
+            f"train_sampling_strategy {args.train_sampling_strategy!r} would have no effect: rows are shuffled or read "
+            "in order. Use 'random' or 'sequential'."
+        )
+    rows = keywords["train_dataset"]
+    if not hasattr(rows, "__len__") and not isinstance(rows, PackedStream):
+        raise ValueError(
+            f"train_dataset is of the type {type(rows).__name__}, and rows are dealt over sequence groups by their "
+            "numbers. Pass a map-style data set, or a PackedStream."
+        )
 
 
 class UntrainableError(ValueError):

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from accelerate import Accelerator
+from datasets import Dataset
 from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -46,7 +47,7 @@ from longctx.ranks.watchdog import phase
 from longctx.regions import clock, region
 from longctx.sequence.batch import ShardedBatch
 from longctx.sequence.shard import check_outputs
-from longctx.training.beforehand import check_before_training
+from longctx.training.beforehand import check_before_training, check_own_trainer
 from longctx.training.callbacks import (
     EpochByRows,
     EpochEndsWithItsStep,
@@ -72,15 +73,19 @@ phase("backward")(torch.Tensor.backward)  # of custom loops
 
 
 class SequenceMixin(EvaluatingMixin):
-    """Makes a trainer train on rows that are cut over sequence groups.
+    """Makes a trainer train on rows that are cut over sequence groups: `class Mine(SequenceMixin, SFTTrainer)`.
+
+    It replaces the loss, the metrics, the order of the data and the checkpoints; what else a trainer does, such as
+    tokenising, stays. Logging, callbacks and steps can be overridden in `Mine`.
 
     Args:
         model: the first result of `longctx.parallelize`.
-        data_collator: pads to a multiple of `sequence.dims.multiple`.
-        train_dataset: packs or single documents; or a stream of them, which needs `args.max_steps`.
+        data_collator: pads to a multiple of `sequence.dims.multiple`; by default one that packs a micro-batch.
+        train_dataset: packs or single documents with `input_ids`, or what the trainer below makes such documents of;
+            or a `PackedStream`, which needs `args.max_steps`.
         eval_dataset: packs or single documents to evaluate on.
         sequence: the second result of `longctx.parallelize`.
-        objective: the loss and the metrics of the training method.
+        objective: the loss and the metrics of the training method; supervised fine-tuning by default.
         costs: modelled cost of each row, for balancing data-parallel ranks; None to shuffle only.
         report: counts of documents and tokens, for the first entry of the log's history; a stream has an entry that
             grows.
@@ -90,6 +95,9 @@ class SequenceMixin(EvaluatingMixin):
         on_nonfinite: `stop` the run, or `skip` the step, if a gradient is NaN or infinite.
         base_config: configuration of an adapter's base model if it differs from that of its name; saved beside the
             adapter.
+
+    Raises:
+        ValueError: for what the trainer below would do and this leaves out, such as a loss of its own.
     """
 
     loss_is_scaled_for_ga = True
@@ -102,13 +110,13 @@ class SequenceMixin(EvaluatingMixin):
         self,
         model: PreTrainedModel,
         args: SFTConfig,
-        data_collator: SequenceCollator,
-        train_dataset: PackedDataset | PackedStream,
-        eval_dataset: PackedDataset | None = None,
+        data_collator: SequenceCollator | None = None,
+        train_dataset: PackedDataset | PackedStream | Dataset | None = None,
+        eval_dataset: PackedDataset | Dataset | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         *,
         sequence: SequenceParallel,
-        objective: Objective,
+        objective: Objective | None = None,
         costs: NDArray[np.floating] | None = None,
         report: PackingReport | None = None,
         mixture: Sequence[SourceReport] = (),
@@ -117,13 +125,14 @@ class SequenceMixin(EvaluatingMixin):
         base_config: PretrainedConfig | None = None,
         **kwargs: Any,
     ):
+        given = {"train_dataset": train_dataset, "objective": objective, **kwargs}
+        check_own_trainer(type(self), SequenceMixin, args, given)
+        objective = objective or Objective(sequence, args.label_smoothing_factor)
         args = copy.copy(args)
         self._leaves_out_nonfinite, args.logging_nan_inf_filter = args.logging_nan_inf_filter, False  # training_step
         self.costs, self.data_identity = costs, data_identity
         self.on_nonfinite, self.base_config = on_nonfinite, base_config
         self._tag_names = ("trl", objective.tag, "longctx")
-        self._flops: dict[torch.Size, float] = {}
-        """Of a micro-batch, by the shape of its `input_ids`."""
         self._uncounted: list[dict[str, Any]] = []
         """The micro-batches of a step that has begun, before their routers' choices are counted."""
         self._memory_warnings = MemoryWarnings()
@@ -144,6 +153,9 @@ class SequenceMixin(EvaluatingMixin):
         )
         self.model_accepts_loss_kwargs = True  # as loss_is_scaled_for_ga, for transformers before 5.19
         self.model.add_model_tags(self._tag_names)
+        if data_collator is None:
+            tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
+            data_collator = SequenceCollator(tokenizer.pad_token_id, sequence.dims.multiple, padding_free=True)
         self.data_collator = PlanningCollator(
             data_collator, sequence.dims, sequence.rank, time_of=sequence.time_of_plan, also=objective.collate
         )
@@ -156,6 +168,8 @@ class SequenceMixin(EvaluatingMixin):
             routers=sequence.routers,
             extra=objective.sums,
         )
+        embeddings = nn.ModuleList(module for module in self.model.modules() if isinstance(module, nn.Embedding))
+        self._num_weights = count_parameters(self.model) - count_parameters(embeddings)
         keep_sums_in_fp32(self.accelerator)
         if self.is_fsdp_enabled:
             save_whole_models(self.accelerator)
@@ -238,7 +252,8 @@ class SequenceMixin(EvaluatingMixin):
         epoch, step = divmod(self.state.global_step, sampler.num_steps)
         sampler.set_epoch(epoch)
         rows = next(islice(sampler.steps(), step, None)).tolist()
-        documents = [int(n) for row in rows for n in self.train_dataset.packing.documents(row)]
+        packing = getattr(self.train_dataset, "packing", None)
+        documents = rows if packing is None else [int(n) for row in rows for n in packing.documents(row)]
         return {"rows": rows, "documents": documents}
 
     def step_sampler(self, dp_rank: int) -> StepSampler:
@@ -423,10 +438,8 @@ class SequenceMixin(EvaluatingMixin):
         return output
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        shape = inputs["input_ids"].shape
-        if shape not in self._flops:  # each call of the Trainer's counts the model's parameters
-            self._flops[shape] = super().floating_point_ops(inputs) / self.sequence.dims.sp
-        return self._flops[shape]
+        """Return this rank's share; transformers would count the weights only that ZeRO-3 has gathered just then."""
+        return 6 * inputs["input_ids"].numel() * self._num_weights / self.sequence.dims.sp
 
 
 class SequenceTrainer(SequenceMixin, Trainer):

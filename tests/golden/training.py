@@ -23,7 +23,7 @@ from tests.workers import run_ranks
 TIMED = re.compile(r"second|runtime|memory|mfu|(attention|communication|data)_fraction")
 """Names in the log of what is measured, and never the same twice."""
 STEP = ("step", "num_tokens", "epoch", "learning_rate", "padding_fraction", "attention_imbalance")
-STATE = ("global_step", "max_steps", "num_train_epochs", "train_batch_size", "best_global_step")
+STATE = ("global_step", "max_steps", "num_train_epochs", "train_batch_size", "best_global_step", "total_flos")
 """What no rounding of the model's arithmetic can change."""
 ABOUT = ("loss", "grad_norm", "eval_loss", "train_loss", "rewards/margins")
 OF_THE_MACHINE = ("base_model", "dataset_name", "files", "model_config")
@@ -40,7 +40,7 @@ def golden(quick: bool) -> Iterator[tuple[str, Any]]:
         elif name in RESUMED:
             yield f"{name}: equals the run that was not interrupted", _compared(ended, outcome(RESUMED[name]))
         else:
-            yield f"{name}: steps", _steps(ended, counts_flos="Ulysses" not in name or "ZeRO-2" in name)
+            yield f"{name}: steps", _steps(ended)
             yield f"{name}: names in the log", _names(ended, outcome("sp 1") if name != "sp 1" else None)
             yield f"{name}: about", _about(ended)
             if manifest := _manifest(ended):
@@ -81,15 +81,11 @@ def by_word(value: Any) -> Any:
     return dict.fromkeys(value.split(), "") if isinstance(value, str) and " " in value else value
 
 
-def _steps(run: Outcome, *, counts_flos: bool) -> dict[str, Any]:
-    """Integers, and ratios of integers, of each step.
-
-    Args:
-        counts_flos: whether operations are counted right: ZeRO-3 leaves out parameters that are not whole just then.
-    """
+def _steps(run: Outcome) -> dict[str, Any]:
+    """Integers, and ratios of integers, of each step."""
     entries = [entry for entry in run.log if "loss" in entry]
     found = {name: [_rounded(entry.get(name)) for entry in entries] for name in STEP}
-    found |= {name: run.state[name] for name in (*STATE, *(["total_flos"] if counts_flos else []))}
+    found |= {name: run.state[name] for name in STATE}
     packing = {name: value for name, value in run.log[0].items() if name.startswith("packing.")}
     evaluated = [entry["step"] for entry in run.log if "eval_loss" in entry]
     return found | {"denominators": run.denominators, "evaluated": evaluated} | packing
