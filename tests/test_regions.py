@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 import torch
 
-from longctx.regions import PARTS, Clock
+from longctx.attention.operator import varlen_attention
+from longctx.regions import PARTS, Clock, clock
 
 
 def test_a_part_inside_another_is_counted_once():
@@ -80,3 +82,14 @@ def test_on_a_gpu_events_are_read_when_they_have_come(monkeypatch):
     seconds = clock.read()
     assert (seconds["attention"], seconds["communication"]) == (2.0, 1.0)
     assert seconds["rest"] == 1 + 3  # up to 2, and from 5 to 8; the pause is not in it
+
+
+@pytest.mark.parametrize("bounds", [[0, 9], [0, 4, 9]], ids=["one operator", "a schedule"])
+def test_both_passes_of_attention_are_counted(monkeypatch, bounds):
+    parts = []
+    monkeypatch.setattr(clock, "switch", lambda part: (parts.append(part), "rest")[1])
+    q = torch.randn(1, 2, 9, 8, requires_grad=True)
+    loss = varlen_attention(q, q, q, np.array(bounds)).sum()
+    assert parts == ["attention", "rest"]
+    loss.backward()
+    assert parts == ["attention", "rest"] * 2

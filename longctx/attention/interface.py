@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,9 +23,6 @@ from longctx.upstream.transformers_internals import (
 
 NAME = "longctx"
 """Our `attn_implementation`. It is left out of transformers' mask interface, so that no mask is ever built."""
-
-REFUSED_KEYWORDS = ("position_bias",)
-"""Keywords that layers pass if their scores are not products of queries and keys alone."""
 
 
 @torch.compiler.disable  # its messages and plans cannot be compiled; torch.compile takes the rest of the layer
@@ -58,37 +55,43 @@ def longctx_attention(
     """
     if sequence is None:
         refuse_uncut("This model's attention")
-    refused = [name for name in REFUSED_KEYWORDS if kwargs.get(name) is not None]
-    if dropout:
-        refused.append(f"dropout={dropout}")
-    if not getattr(module, "is_causal", True):
-        refused.append("is_causal=False")
-    if refused or attention_mask is not None:
-        what = ", ".join([*refused, *(["a mask"] if attention_mask is not None else [])])
+    length, is_causal, bias = query.shape[2], getattr(module, "is_causal", True), kwargs.get("position_bias")
+    if attention_mask is not None or dropout or not is_causal or bias is not None:
+        asked = {
+            "position_bias": bias is not None,
+            f"dropout={dropout}": dropout,
+            "is_causal=False": not is_causal,
+            "a mask": attention_mask is not None,
+        }
         raise ValueError(
-            f"{type(module).__name__} asks for {what}, which is not supported exactly; see docs/limits.md."
+            f"{type(module).__name__} asks for {', '.join(filter(asked.get, asked))}, which is not supported exactly; "
+            "see docs/limits.md."
         )
-    assert query.shape[2] == sequence.local_length, (
-        f"attention sees {query.shape[2]} tokens where this rank's shard has {sequence.local_length}: "
+    assert length == sequence.local_length, (
+        f"attention sees {length} tokens where this rank's shard has {sequence.local_length}: "
         "the model was called with a batch that was not cut"
     )
-    if not key.shape[2] == value.shape[2] == query.shape[2]:
+    if not key.shape[2] == value.shape[2] == length:
         raise ValueError(
-            f"{type(module).__name__} attends to {key.shape[2]} keys from {query.shape[2]} tokens. Caches and adapters "
+            f"{type(module).__name__} attends to {key.shape[2]} keys from {length} tokens. Caches and adapters "
             "that add keys, such as prefix tuning, are not supported."
         )
     sequence.calls += 1
-    if has_temperature(module):
+    chunk_size, scales_by_position = vars(module).get(_TRAITS) or _know_traits(module)
+    if scales_by_position:
         assert sequence.position_ids is not None, "known of a batch that was cut"
         query = with_temperature(module, query, sequence.position_ids)
-    if torch.is_autocast_enabled(query.device.type):  # norms and RoPE may have left fp32 queries beside bf16 values
-        dtype = torch.get_autocast_dtype(query.device.type)
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # norms and RoPE may have left fp32 queries beside bf16 values
+        dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale, size = query.shape[-1] ** -0.5 if scaling is None else scaling, value.shape[-1]
-    query, key, value = _of_one_size(query, key, value)
-    kind = AttentionKind(window=sliding_window, chunk_size=_chunk_size(module), softcap=softcap)
-    out = sequence.attend(kind)(query, key, value, scale=scale, sinks=s_aux)
-    return out[..., :size].transpose(1, 2).contiguous(), None
+    attend = sequence.attend(_kind(sliding_window, chunk_size, softcap))
+    if query.shape[-1] == key.shape[-1] == size:
+        out = attend(query, key, value, scale=scale, sinks=s_aux)
+    else:
+        out = attend(*_of_one_size(query, key, value), scale=scale, sinks=s_aux)[..., :size]
+    return out.transpose(1, 2).contiguous(), None
 
 
 @torch.compiler.disable
@@ -129,11 +132,24 @@ def _check_calls(num_layers: int, decoder: PreTrainedModel, args: tuple, kwargs:
         )
 
 
-def _chunk_size(module: Any) -> int | None:
-    """Return the tokens of a chunk, which transformers tells the mask and not the layer; None without chunks."""
+_TRAITS = "_longctx_traits"
+
+
+def _know_traits(module: Any) -> tuple[int | None, bool]:
+    """Return the tokens of a layer's chunks, or None, and whether it scales queries by position; the layer keeps both.
+
+    transformers tells chunks to the mask and not to the layer.
+    """
     types = getattr(getattr(module, "config", None), "layer_types", None) or ()
     is_chunked = "chunked_attention" in types and types[module.layer_idx] == "chunked_attention"
-    return module.config.attention_chunk_size if is_chunked else None
+    traits = module.config.attention_chunk_size if is_chunked else None, has_temperature(module)
+    setattr(module, _TRAITS, traits)
+    return traits
+
+
+@cache
+def _kind(window: int | None, chunk_size: int | None, softcap: float | None) -> AttentionKind:
+    return AttentionKind(window=window, chunk_size=chunk_size, softcap=softcap)
 
 
 def _of_one_size(*heads: Tensor) -> list[Tensor]:

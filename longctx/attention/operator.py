@@ -1,26 +1,26 @@
 """The one differentiable attention operator, whose backends differ in the schedule.
 
-A schedule computes attention forward and backward from blocks and messages, without autograd. The operator around it is
-a `torch.library` op, so that selective activation checkpointing can save its output instead of running the schedule,
-communication included, a second time.
+A schedule computes attention forward and backward from blocks and messages, without autograd. Selective activation
+checkpointing saves the output of the function around it, instead of running the schedule, communication included, a
+second time. Where attention is one call of one kernel, that kernel's own differentiable operator takes the place of
+both, which asks less of the host.
 
 Shape legend: S tokens this rank holds, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from longctx.attention.branches import own_entries, parts_backward, parts_forward, refuse_branches, segments_of_tokens
-from longctx.attention.kernels import Entries
+from longctx.attention.kernels import Entries, Operator, block_operator
 from longctx.packing.branches import Segments
 from longctx.regions import region
 from longctx.sequence.batch import PLAIN, AttentionKind
@@ -51,6 +51,7 @@ class LocalSchedule:
     """
 
     def __init__(self, cu_seqlens: np.ndarray, kind: AttentionKind = PLAIN, segments: Segments | None = None):
+        self._operators: dict[Hashable, Operator | None] = {}
         boundaries = kind.boundaries(cu_seqlens)
         window = binding_window(kind.window, boundaries)
         if segments is None:
@@ -69,6 +70,13 @@ class LocalSchedule:
     ) -> tuple[Tensor, Tensor, Tensor]:
         return parts_backward(grad_out, q, k, v, out, lse, self.parts, scale)
 
+    def operator(self, q: Tensor, k: Tensor, v: Tensor) -> Operator | None:
+        """Return the one differentiable call that computes such tensors, if there is one; all layers share it."""
+        key = q.dtype, q.device, q.shape, k.shape, v.shape
+        if key not in self._operators:
+            self._operators[key] = block_operator(q, k, v, self.parts[0]) if len(self.parts) == 1 else None
+        return self._operators[key]
+
 
 def attend(
     schedule: Schedule, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, sinks: Tensor | None = None
@@ -85,26 +93,26 @@ def attend(
     Raises:
         ValueError: for dtypes that are not supported or mixed, tensors on several devices, or sinks that do not fit.
     """
-    _check(q, k, v, sinks)
-    _schedules[id(schedule)] = schedule
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return torch.ops.longctx.attention(q, k, v, sinks, id(schedule), scale)[0]
-
-
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-    if q.dtype not in DTYPES or {k.dtype, v.dtype} != {q.dtype}:
+    if not (q.dtype is k.dtype is v.dtype and q.dtype in DTYPES):
         supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise ValueError(
             f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; attention takes one dtype of {supported}. "
             "Cast them to it, or run the model under torch.autocast."
         )
-    if {k.device, v.device} != {q.device}:
+    if not q.device == k.device == v.device:
         raise ValueError(f"q is on {q.device}, k on {k.device} and v on {v.device}. Move them to one device.")
     if sinks is not None and sinks.shape != q.shape[1:2]:
         raise ValueError(f"sinks has shape {tuple(sinks.shape)}, expected [{q.shape[1]}], one for each query head.")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if sinks is None and _checkpointed.run is None and isinstance(schedule, LocalSchedule):
+        operator = schedule.operator(q, k, v)
+        if operator is not None:
+            with region("attention", "attention"):
+                return operator(q, k, v, scale)
+    return _Attention.apply(q, k, v, sinks, schedule, scale)
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def binding_window(window: int | None, cu_seqlens: np.ndarray) -> int | None:
@@ -129,16 +137,36 @@ def varlen_attention(
     return attend(LocalSchedule(cu_seqlens, kind), q, k, v, scale, sinks)
 
 
-_schedules: WeakValueDictionary[int, Schedule] = WeakValueDictionary()
-"""Schedules by id, since an op takes only tensors and numbers. The caller of `attend` keeps its schedule alive."""
+class _Attention(torch.autograd.Function):
+    """Attention by a schedule. Its backward pass starts from the final `out` and `lse`, which make blocks independent.
+
+    (q, k, v, sinks, schedule, scale) -> out
+    """
+
+    @staticmethod
+    def forward(ctx, *attention):
+        q, k, v, sinks, ctx.schedule, ctx.scale = attention
+        run = _checkpointed.run
+        out, lse = _run_schedule(*attention) if run is None else run(*attention)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out):
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        with region("attention backward", "attention"):
+            dq, dk, dv = ctx.schedule.backward(grad_out, q, k, v, out, lse, ctx.scale)
+        d_sinks = None if sinks is None else sinks_gradient(grad_out, out, lse, sinks).to(sinks.dtype)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None
 
 
-def run_schedule(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, schedule: int, scale: float
+def _run_schedule(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, schedule: Schedule, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Run the op's body: return out [1, H, S, D] of q's dtype and lse [1, H, S], sinks included."""
+    """Return out [1, H, S, D] of q's dtype and lse [1, H, S], sinks included."""
     with region("attention", "attention"):
-        out, lse = _schedules[schedule].forward(q, k, v, scale)
+        out, lse = schedule.forward(q, k, v, scale)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     return out.to(q.dtype), lse
@@ -161,73 +189,52 @@ def sinks_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) ->
     return -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2))
 
 
-_attention = torch.library.custom_op("longctx::attention", run_schedule, mutates_args=())
+class _Checkpointed(threading.local):
+    """The run of a checkpointed layer that this thread is in. Backward passes have threads of their own on a GPU."""
+
+    run: _FirstRun | None = None
 
 
-@_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, schedule: int, scale: float) -> tuple[Tensor, Tensor]:
-    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+_checkpointed = _Checkpointed()
 
 
-def _keep(ctx, inputs, output) -> None:
-    q, k, v, sinks, schedule, ctx.scale = inputs
-    ctx.schedule = _schedules[schedule]
-    ctx.save_for_backward(q, k, v, sinks, *output)
-
-
-def _backward(ctx, grad_out: Tensor, _: Tensor):
-    """Compute the gradients from the final `out` and `lse`, with which every block's gradient is independent."""
-    q, k, v, sinks, out, lse = ctx.saved_tensors
-    with region("attention backward", "attention"):
-        grads = ctx.schedule.backward(grad_out, q, k, v, out, lse, ctx.scale)
-    dq, dk, dv = (grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
-    if sinks is None:
-        return dq, dk, dv, None, None, None
-    return dq, dk, dv, sinks_gradient(grad_out, out, lse, sinks).to(sinks.dtype), None, None
-
-
-_attention.register_autograd(_backward, setup_context=_keep)
-
-
-class _SaveAttention(TorchDispatchMode):
+class _FirstRun:
     """The first run of a checkpointed layer, which keeps what attention returns."""
 
     def __init__(self, saved: deque[tuple[Any, ...]], convert: Callable[[Any], Any]):
-        super().__init__()
         self.saved, self.convert = saved, convert
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
+    def __enter__(self) -> None:
+        self.around, _checkpointed.run = _checkpointed.run, self
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.longctx.attention.default:
-            self.saved.append(tuple(self.convert(x.detach()) for x in result))
-        return result
+    def __exit__(self, *error: object) -> None:
+        _checkpointed.run = self.around
+
+    def __call__(self, *attention: Any) -> tuple[Tensor, Tensor]:
+        out, lse = _run_schedule(*attention)
+        self.saved.append((self.convert(out.detach()), self.convert(lse)))
+        return out, lse
 
 
-class _ReuseAttention(_SaveAttention):
+class _SecondRun(_FirstRun):
     """The second run of a checkpointed layer, where attention returns what was kept, in the order of the first run.
 
-    Every other op runs, whether the first run had it or not. Torch's own mode raises an error if it had not. But ZeRO-3
-    gathers and frees weights inside a layer, and not always in both runs: an evaluation in between leaves some in
-    place.
+    All else runs, whether the first run had it or not. Torch's own selective checkpoints raise an error if it had not.
+    But ZeRO-3 gathers and frees weights inside a layer, and not always in both runs: an evaluation in between leaves
+    some in place.
     """
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is not torch.ops.longctx.attention.default:
-            return func(*args, **(kwargs or {}))
+    def __call__(self, *attention: Any) -> tuple[Tensor, Tensor]:
         if not self.saved:
             raise RuntimeError(
                 "A checkpointed layer ran attention again after its saved output was used: a second backward pass "
                 "over the same graph. Call longctx.parallelize with selective_checkpointing=False for that."
             )
-        return tuple(map(self.convert, self.saved.popleft()))
+        out, lse = map(self.convert, self.saved.popleft())
+        return out, lse
 
 
-def selective_checkpoint_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+def selective_checkpoint_contexts() -> tuple[_FirstRun, _SecondRun]:
     """Return the contexts of torch.utils.checkpoint's `context_fn`: save attention's output, recompute all else.
 
     For checkpoints that are not reentrant. The output is saved as autograd saves the layer's input: in host memory if
@@ -235,7 +242,7 @@ def selective_checkpoint_contexts() -> tuple[TorchDispatchMode, TorchDispatchMod
     """
     saved: deque[tuple[Any, ...]] = deque()
     pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (_as_it_is, _as_it_is)
-    return _SaveAttention(saved, pack), _ReuseAttention(saved, unpack)
+    return _FirstRun(saved, pack), _SecondRun(saved, unpack)
 
 
 def _as_it_is(x: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ sampled or estimated, so the same step gives the same trace. It works around
 
 It differs from `torch.distributed._tools.mem_tracker.MemTracker` in these points:
 
-- The schedule of `longctx.attention` runs under the trace. MemTracker sees one operator, without the buffers inside.
 - Host memory is told apart from the device's, even on a machine without a device.
 - An activation is what outlives the forward pass, not all that the forward pass makes.
 - Every allocation keeps its name.
@@ -45,7 +44,6 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from longctx.attention.operator import run_schedule
 from longctx.forecast.unseen import FLASH_WORKSPACE, copies_to_host, watched_resizes
 from longctx.sequence.host_tensors import allocates_host_memory
 
@@ -171,7 +169,7 @@ class MemoryTracer(TorchDispatchMode):
         self._modules: list[str] = []
         self._phase = "before"
         self._graph_task = -1
-        self._depth = 0
+        self._is_open = False
         self._cleanup = ExitStack()
 
     @classmethod
@@ -179,15 +177,13 @@ class MemoryTracer(TorchDispatchMode):
         return True
 
     def __enter__(self):
-        if not self._depth:
-            self._start()
-        self._depth += 1  # the mode is entered again to run the body of an operator
+        self._start()
+        self._is_open = True
         return super().__enter__()
 
     def __exit__(self, *args):
-        self._depth -= 1
-        if not self._depth:
-            self._finish()
+        self._is_open = False
+        self._finish()
         return super().__exit__(*args)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -196,9 +192,6 @@ class MemoryTracer(TorchDispatchMode):
         if any(issubclass(t, (DTensor, AsyncCollectiveTensor)) for t in types):
             return NotImplemented  # they run first, and come back with the tensors inside them
         kwargs = kwargs or {}
-        if func is torch.ops.longctx.attention.default and self._is_traced_mode():
-            with self:
-                return run_schedule(*args, **kwargs)
         if func is torch.ops._c10d_functional.wait_tensor.default and active_fake_mode():
             result = args[0]  # the fake operator would return a copy
         else:
@@ -310,7 +303,7 @@ class MemoryTracer(TorchDispatchMode):
             self._set_size(storage._cdata, storage.nbytes())
 
     def _freed(self, key: int) -> None:
-        if self._depth:  # what is freed after the trace does not count
+        if self._is_open:  # what is freed after the trace does not count
             self._set_size(key, 0)
         self._live.pop(key, None)
 

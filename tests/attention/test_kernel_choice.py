@@ -136,8 +136,8 @@ def aten_on_cpu():
         dropout_p, is_causal, *, scale,
     ):  # fmt: skip
         assert lse.shape == (1, *q.shape[1:3], 1)
-        assert out.is_contiguous()
-        assert grad_out.is_contiguous()
+        assert out.transpose(1, 2).is_contiguous()  # torch's plans know no other layout, once one is built
+        assert grad_out.transpose(1, 2).is_contiguous()
         rows = [x[0].transpose(0, 1) for x in (grad_out, q, k, v, out)]
         grads = flash_backward(*rows, lse[0, ..., 0].contiguous(), scale, *alone(q, k, is_causal))
         return tuple(grad.transpose(0, 1)[None] for grad in grads)
@@ -165,6 +165,21 @@ def test_torch_adapters_are_exact(kernel, queries_per_key):
 def test_the_memory_efficient_adapter_is_exact_in_fp32(queries_per_key):
     """Windows and leads of keys too, for which it gets masks."""
     assert disagreement(MemoryEfficientKernel(), CPU, torch.float32, 64, queries_per_key, windowed=True) is None
+
+
+@pytest.mark.usefixtures("aten_on_cpu")
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        (lambda run: lambda q, k, v, scale: run(q, k, v, 2 * scale), "out"),
+        (lambda run: lambda q, k, v, scale: run(q, k, v, scale) + (k - k.detach()).sum(), "dk"),
+    ],
+)
+def test_the_operator_of_a_kernel_is_checked_too(monkeypatch, wrong, name):
+    right = AtenFlashKernel.operator
+    monkeypatch.setattr(AtenFlashKernel, "operator", lambda self, entries: wrong(right(self, entries)))
+    found = disagreement(AtenFlashKernel(), CPU, torch.bfloat16, 64, 1, windowed=False)
+    assert found.startswith(f"{name} of its operator is off by")
 
 
 def wrong(forward=None, backward=None):
@@ -417,7 +432,9 @@ def test_cudnn_plans_only_for_shapes_that_recur_and_for_so_many(monkeypatch):
 
     first, others = make_entries([(10, 64)], False), [make_entries([(10, 64)], False) for _ in range(2)]
     assert [by(first) for _ in range(36)] == ["aten varlen flash"] * 36
+    assert chosen.operator(first) is not None
     assert [by(entries) for entries in others] == ["cuDNN"] * 2
+    assert chosen.operator(others[0]) is None  # cuDNN's plans do not know the layout of a gradient
     assert by(first) == "cuDNN"  # its backward pass, maybe: there is a plan
     passing = [make_entries([(11, keys)], False) for keys in range(64, 164)]
     assert {by(entries) for entries in passing} == {"aten varlen flash"}

@@ -6,8 +6,8 @@ each sees the keys up to its own.
 """
 
 from longctx.attention.kernels.blockwise import CappedDenseKernel, CpuFlashKernel, DenseKernel
-from longctx.attention.kernels.choose import block_backward, block_forward, choose_kernel
-from longctx.attention.kernels.entries import Entries, Kernel, Rows, add, merge, put, take, upload
+from longctx.attention.kernels.choose import block_backward, block_forward, block_operator, choose_kernel
+from longctx.attention.kernels.entries import Entries, Kernel, Operator, Rows, add, merge, put, take, upload
 
 __all__ = [
     "CappedDenseKernel",
@@ -15,10 +15,12 @@ __all__ = [
     "DenseKernel",
     "Entries",
     "Kernel",
+    "Operator",
     "Rows",
     "add",
     "block_backward",
     "block_forward",
+    "block_operator",
     "choose_kernel",
     "merge",
     "put",

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from longctx.attention.kernels.entries import Entries, Kernel
+from longctx.attention.kernels.entries import Entries, Kernel, Operator, count_backward
 
 MAX_QUERY_BLOCK = 512
 """Most queries in a call with a mask, which has as many rows. A window, or more keys than queries, needs a mask."""
@@ -30,6 +30,9 @@ class BlockwiseKernel(Kernel):
     """Most scores of all heads in one call, which then has fewer queries; None for as many queries as an entry has."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
+        if entries.is_one_call and self.max_scores is None:
+            out, lse = self._forward(q, k, v, entries.causal, None, scale, entries.softcap)
+            return out, lse.contiguous()
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:3], dtype=_wide(q))
         for at_q, at_kv, causal, mask in _calls(entries, q, self.max_scores):
@@ -48,6 +51,8 @@ class BlockwiseKernel(Kernel):
         entries: Entries,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if entries.is_one_call and self.max_scores is None:
+            return self._backward(grad_out, q, k, v, out, lse, entries.causal, None, scale, entries.softcap)
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros_like(x, dtype=_wide(x)) for x in (k, v))
         for at_q, at_kv, causal, mask in _calls(entries, q, self.max_scores):
@@ -97,6 +102,12 @@ class CpuFlashKernel(BlockwiseKernel):
     def _backward(self, grad_out, q, k, v, out, lse, causal, mask, scale, softcap):
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+
+    def operator(self, entries: Entries) -> Operator | None:
+        if not entries.is_one_call:
+            return None
+        call, causal = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, entries.causal
+        return lambda q, k, v, scale: count_backward(call(q, k, v, 0.0, causal, scale=scale)[0])
 
 
 class DenseKernel(BlockwiseKernel):
@@ -181,7 +192,7 @@ def _calls(entries: Entries, q: Tensor, max_scores: int | None) -> Iterator[tupl
     if max_scores is not None:
         block = min(block, max(1, max_scores // (longest * q.shape[1])))
     mask = None
-    for at_q, at_kv in entries.compact():
+    for at_q, at_kv in entries.compact:
         num_queries, num_keys = at_q.stop - at_q.start, at_kv.stop - at_kv.start
         fits = max_scores is None or num_queries * num_keys * q.shape[1] <= max_scores
         if fits and (not entries.causal or num_queries == num_keys <= window):

@@ -140,7 +140,7 @@ def _errors(
     q, k, v = place(q), place(k), place(v)
     exact_out, exact_lse = dense.forward(exact_q, exact_k, exact_v, entries, scale)
     out, lse = kernel.forward(q, k, v, entries, scale)
-    queries, keys = zip(*entries.compact(), strict=True)
+    queries, keys = zip(*entries.compact, strict=True)
     yield "out", _relative_error(out, exact_out, queries)
     yield "lse", float((lse.cpu().double() - exact_lse).abs().max())
 
@@ -151,6 +151,19 @@ def _errors(
     exact = dense.backward(grad_out.double(), exact_q, exact_k, exact_v, wider_out, wider_lse, entries, scale)
     for name, actual, wanted, at in zip(("dq", "dk", "dv"), grads, exact, (queries, keys, keys), strict=True):
         yield name, _relative_error(actual, wanted, at)
+
+    operator = kernel.operator(entries)
+    if operator is None or 1 in (entries.window, entries.num_keys.max()):  # one key's scores have no gradient
+        return
+    for x in (q, k, v):
+        x.requires_grad_()
+    with torch.enable_grad():
+        out = operator(q, k, v, scale)
+    results = out.detach(), *torch.autograd.grad(out, (q, k, v), place(grad_out))
+    exact = dense.backward(grad_out.double(), exact_q, exact_k, exact_v, exact_out, exact_lse, entries, scale)
+    wanted_results, places = (exact_out, *exact), (queries, queries, keys, keys)
+    for name, actual, wanted, at in zip(("out", "dq", "dk", "dv"), results, wanted_results, places, strict=True):
+        yield f"{name} of its operator", _relative_error(actual, wanted, at)
 
 
 def _relative_error(actual: Tensor, exact: Tensor, entries: tuple[slice, ...]) -> float:

@@ -17,7 +17,7 @@ from longctx.attention.kernels.blockwise import CappedDenseKernel, CpuFlashKerne
 from longctx.attention.kernels.check import BOUNDS, disagreement, disagreement_elsewhere
 from longctx.attention.kernels.cudnn import CudnnKernel
 from longctx.attention.kernels.efficient import MemoryEfficientKernel
-from longctx.attention.kernels.entries import Entries, Kernel, take
+from longctx.attention.kernels.entries import Entries, Kernel, Operator, take
 from longctx.attention.kernels.varlen import AtenFlashKernel
 
 logger = logging.getLogger(__name__)
@@ -139,6 +139,9 @@ class _LongDocuments(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         return self._kernel(entries).backward(grad_out, q, k, v, out, lse, entries, scale)
 
+    def operator(self, entries: Entries) -> Operator | None:
+        return self._kernel(entries).operator(entries)
+
     def _kernel(self, entries: Entries) -> Kernel:
         if torch.are_deterministic_algorithms_enabled():  # cuDNN's backward is not deterministic
             return self.others
@@ -192,6 +195,15 @@ def block_backward(
     kernel = _kernel_for(q, k, v, entries)
     grad_out, q, out, lse = (take(x, entries.q_rows) for x in (grad_out, q, out, lse))
     return kernel.backward(grad_out, q, take(k, entries.kv_rows), take(v, entries.kv_rows), out, lse, entries, scale)
+
+
+def block_operator(q: Tensor, k: Tensor, v: Tensor, entries: Entries) -> Operator | None:
+    """Return the differentiable operator that computes a block of all rows in order, or None if it takes more calls.
+
+    Raises:
+        ValueError: as `block_forward` does.
+    """
+    return _kernel_for(q, k, v, entries).operator(entries)
 
 
 def _kernel_for(q: Tensor, k: Tensor, v: Tensor, entries: Entries) -> Kernel:

@@ -32,8 +32,7 @@ class CudnnKernel(Kernel):
         )
 
     def takes(self, entries: Entries) -> bool:
-        is_square = (entries.num_queries == entries.num_keys).all()
-        return len(entries) == 1 and entries.window is None and (is_square or not entries.causal)
+        return entries.is_one_call
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -54,8 +53,9 @@ class CudnnKernel(Kernel):
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert self._lse_shape is not None, "a forward call, if only that of the check, comes first"
-        # A ring passes slices of longer tensors, and autograd a dO of any layout; cuDNN needs the same layout for both.
-        grad_out, out = grad_out.contiguous(), out.contiguous()
+        # torch keeps a plan for later calls without asking for the layouts of out and dO, so both always have one: that
+        # of a model's layers, where the heads of a row lie together and nothing is copied.
+        grad_out, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad_out, out))
         no_seed = torch.empty((), dtype=torch.int64, device=q.device)
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *(grad_out, q, k, v, out, lse.reshape(*lse.shape, *self._lse_shape).contiguous()),

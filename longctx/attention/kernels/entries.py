@@ -6,14 +6,17 @@ Entries are pairs of token ranges that attend to each other, and the rows that t
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longctx.regions import region
 from longctx.sequence.host_tensors import send
 
 
@@ -113,6 +116,12 @@ class Entries:
         return self.kv_ranges[:, 1] - self.kv_ranges[:, 0]
 
     @functools.cached_property
+    def is_one_call(self) -> bool:
+        """Whether it is one entry without a mask, or with the causal mask of as many queries as keys."""
+        is_square = (self.num_queries == self.num_keys).all()
+        return len(self) == 1 and self.window is None and bool(is_square or not self.causal)
+
+    @functools.cached_property
     def q_rows(self) -> Rows:
         """The query rows of all entries in entry order."""
         return Rows(self.q_ranges)
@@ -122,11 +131,12 @@ class Entries:
         """The key rows of all entries in entry order."""
         return Rows(self.kv_ranges)
 
-    def compact(self) -> Iterator[tuple[slice, slice]]:
-        """Yield each entry's queries and keys as slices of the rows taken in entry order."""
+    @functools.cached_property
+    def compact(self) -> list[tuple[slice, slice]]:
+        """Each entry's queries and keys as slices of the rows taken in entry order."""
         q_bounds, kv_bounds = (_boundaries(lengths).tolist() for lengths in (self.num_queries, self.num_keys))
-        for i in range(len(self)):
-            yield slice(q_bounds[i], q_bounds[i + 1]), slice(kv_bounds[i], kv_bounds[i + 1])
+        slices = ([slice(*ends) for ends in pairwise(bounds)] for bounds in (q_bounds, kv_bounds))
+        return list(zip(*slices, strict=True))
 
     def varlen(self, device: torch.device) -> Varlen:
         """Return the arguments of one varlen call on the device for all entries."""
@@ -204,6 +214,20 @@ def _int32(boundaries: np.ndarray) -> np.ndarray:
     return boundaries.astype(np.int32)
 
 
+Operator: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""(q [1, H, N, D], k and v [1, K, M, D], scale) -> out [1, H, N, D], differentiable."""
+
+
+def count_backward(out: Tensor) -> Tensor:
+    """Have the backward pass of the operator that returned `out` shown and counted as attention's; return `out`."""
+    node = out.grad_fn
+    if node is not None:
+        backward = region("attention backward", "attention")
+        node.register_prehook(lambda grads: backward.__enter__())
+        node.register_hook(lambda *grads: backward.__exit__())
+    return out
+
+
 class Kernel:
     """Attention of one list of entries, over rows that are already taken in entry order.
 
@@ -245,3 +269,7 @@ class Kernel:
         `out` and `lse` may be those of a wider softmax, of which these entries are a part.
         """
         raise NotImplementedError
+
+    def operator(self, entries: Entries) -> Operator | None:
+        """Return the kernel's own differentiable operator if one call of it computes such entries, with equal bits."""
+        return None

@@ -13,7 +13,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from longctx.attention.kernels.entries import Entries, Kernel, Varlen
+from longctx.attention.kernels.entries import Entries, Kernel, Operator, Varlen, count_backward
 
 
 class VarlenKernel(Kernel):
@@ -83,6 +83,13 @@ class AtenFlashKernel(VarlenKernel):
             scale=scale,
             **_window(varlen),
         )
+
+    def operator(self, entries: Entries) -> Operator:
+        def run(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            rows = _rows_first(q), _rows_first(k), _rows_first(v)
+            return _heads_first(count_backward(self._forward(*rows, entries.varlen(q.device), scale)[0]))
+
+        return run
 
 
 _sequences = attrgetter("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
