@@ -127,21 +127,15 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
 
 
 def _prepare_for_trainer(prepared: PreparedRun, model: PreTrainedModel) -> None:
-    """Change the arguments, the tokenizer and the model as TRL's SFTTrainer does before it calls the Trainer."""
-    args, tokenizer, template = prepared.args, prepared.tokenizer, prepared.run.settings["chat_template_path"]
+    """Change the arguments, the model and the tokenizer as TRL's SFTTrainer does before it calls the Trainer."""
+    args, template = prepared.args, prepared.run.settings["chat_template_path"]
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):  # one argument, two names
         if given := getattr(args, name, None):
             setattr(args, name, {key: value for key, value in given.items() if key not in LAYER_KEYWORDS})
     if args.gradient_checkpointing and prepared.run.settings["use_peft"]:
         model.enable_input_require_grads()
     if template and is_template_file(template):
-        tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
-    if args.eos_token is not None:  # the tokenizer has it already; generation may also stop at others
-        model.config.get_text_config().eos_token_id = tokenizer.eos_token_id
-        stops = model.generation_config.eos_token_id
-        stops = [] if stops is None else [stops] if isinstance(stops, int) else stops
-        if tokenizer.eos_token_id not in stops:
-            model.generation_config.eos_token_id = [tokenizer.eos_token_id, *stops]
+        prepared.tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
 
 
 def _objective(prepared: PreparedRun, sequence: SequenceParallel) -> Objective:

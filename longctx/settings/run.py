@@ -200,7 +200,6 @@ class Run:
         chosen = {name: self.settings[name] for name, row in rows.items() if not (row.idle or row.instead)}
         if self.flags.method.reads_pairs:
             del chosen["loss_type"]  # of longctx.training.preference
-        chosen["activation_offloading"] &= not self.use_cpu  # TRL copies on a GPU's streams; see longctx.run
         chosen["use_cpu"] = self.use_cpu
         chosen |= {"use_liger_kernel": False, "liger_kernel_config": None}  # longctx.layers.liger has put them in place
         chosen |= {"torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None}  # by layer

@@ -49,11 +49,6 @@ def check_own_trainer(trainer: type, mixin: type, args: TrainingArguments, keywo
             )
     if keywords.get("objective") is None and getattr(args, "loss_type", "nll") == "dft":
         raise ValueError("loss_type 'dft' is not computed over sequence groups. Use 'nll', or pass an objective.")
-    if args.train_sampling_strategy not in ("random", "sequential"):
-        raise ValueError(
-            f"train_sampling_strategy {args.train_sampling_strategy!r} would have no effect: rows are shuffled or read "
-            "in order. Use 'random' or 'sequential'."
-        )
     rows = keywords["train_dataset"]
     if not hasattr(rows, "__len__") and not isinstance(rows, PackedStream):
         raise ValueError(

@@ -102,7 +102,6 @@ class TrainingData:
 class StreamedData:
     """Data that is read, tokenised and packed during training, with --dataset_streaming."""
 
-    documents: IterableDataset
     rows: PackedStream
     report: None = None
     """The rows count documents and tokens as they are read."""
@@ -286,7 +285,7 @@ def _stream_of_split(
         overlong=settings["overlong"],
         strategy="stream" if settings["packing"] else "none",
     )
-    return StreamedData(documents=IterableDataset.from_generator(stream.__iter__), rows=rows)
+    return StreamedData(rows=rows)
 
 
 def _document_stream(

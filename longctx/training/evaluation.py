@@ -51,10 +51,6 @@ class EvaluatingMixin(ResumableMixin):
             "worker_init_fn": end_with_parent,
         }
 
-    def _loader(self, rows: PackedDataset | Dataset, sampler: StepSampler, **options: Any) -> StepLoader:
-        # PackedDataset has the interface of a map-style data set, but does not import torch.
-        return StepLoader(cast(TorchDataset, rows), batch_sampler=sampler, collate_fn=self.data_collator, **options)
-
     def get_eval_dataloader(self, eval_dataset: PackedDataset | Dataset | None = None) -> StepLoader:
         """Return a loader that deals each row once, in order, over data-parallel ranks; one without rows gets
         padding."""
@@ -62,9 +58,10 @@ class EvaluatingMixin(ResumableMixin):
         dp_rank = self.sequence.dims.dp_rank(self.sequence.rank)
         return self.loader_of(rows, self.order_of(rows, self.args.eval_batch_size, dp_rank))
 
-    def loader_of(self, rows: PackedDataset | Dataset, sampler: StepSampler) -> StepLoader:
+    def loader_of(self, rows: PackedDataset | Dataset, sampler: StepSampler, **options: Any) -> StepLoader:
         """Return a loader of these rows in the order of a sampler, in workers that end with it."""
-        return self._loader(rows, sampler, **self._worker_options())
+        options |= {"batch_sampler": sampler, "collate_fn": self.data_collator, **self._worker_options()}
+        return StepLoader(cast(TorchDataset, rows), **options)  # map-style, though PackedDataset imports no torch
 
     def order_of(self, rows: PackedDataset | Dataset, batch_size: int, dp_rank: int) -> StepSampler:
         """Return the numbers of the rows that a data-parallel rank reads if each row is dealt once, in order."""

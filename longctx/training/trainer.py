@@ -292,11 +292,12 @@ class SequenceMixin(EvaluatingMixin):
 
     def get_train_dataloader(self) -> DataLoader:
         dp_rank = self.sequence.dims.dp_rank(self.sequence.rank)
-        options = self._worker_options() | {"persistent_workers": self.args.dataloader_persistent_workers}
+        kept = {"persistent_workers": self.args.dataloader_persistent_workers}
         if isinstance(self.train_dataset, PackedStream):
             collator: Any = StreamCollator(self.data_collator)  # takes one micro-batch, not a list
+            options = self._worker_options() | kept
             return DataLoader(self.step_stream(dp_rank), batch_size=None, collate_fn=collator, **options)
-        return self._loader(self.train_dataset, self.step_sampler(dp_rank), **options)
+        return self.loader_of(self.train_dataset, self.step_sampler(dp_rank), **kept)
 
     def get_total_train_batch_size(self, args: SFTConfig) -> int:
         """Return the sequences of an optimizer step."""

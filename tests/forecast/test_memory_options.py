@@ -132,7 +132,6 @@ def test_checkpointing_flags_by_both_names(prefix):
     )
     wanted = {"determinism_check": "none", "every_n_layers": 2, "selective": False}
     assert run.training_arguments()["gradient_checkpointing_kwargs"] == wanted
-    assert run.training_arguments()["activation_offloading"] is False  # TRL's needs a GPU
 
 
 def test_offloading_of_a_profile_is_ours():

@@ -78,7 +78,6 @@ REFUSED = {
     "a function for the loss": (SFTTrainer, {}, {"compute_loss_func": max}, "compute_loss_func would have no effect"),
     "metrics": (SFTTrainer, {}, {"compute_metrics": max}, "compute_metrics would have no effect"),
     "DFT": (SFTTrainer, {"loss_type": "dft"}, {}, "loss_type 'dft' is not computed over sequence groups"),
-    "by length": (SFTTrainer, {"train_sampling_strategy": "group_by_length"}, {}, "'random' or 'sequential'"),
     "a stream": (SFTTrainer, {}, {"train_dataset": STREAM}, "train_dataset is of the type IterableDataset"),
 }
 
