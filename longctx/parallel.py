@@ -260,10 +260,10 @@ class SequenceParallel:
         return self.gather_at_labels(log_probs, shard.layout) if gather else log_probs
 
     def token_outputs(self, model: nn.Module, shard: ShardedBatch, temperature: float = 1.0) -> TokenOutputs:
-        """Return those of this rank's tokens, whose losses may be weighted one by one."""
+        """Return those of this rank's tokens, whose losses may be weighted one by one; `is_top1` is None."""
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature {temperature} is not above 0. Use the one that answers were sampled at.")
-        options = {"token_outputs": True, "summed": False, "temperature": temperature}
+        options = {"token_outputs": True, "summed": False, "is_top1": False, "temperature": temperature}
         outputs = model(**shard.inputs, shift_labels=shard.shift_labels, **options)
         if outputs.losses.dtype.itemsize < 4:
             raise ValueError(

@@ -9,43 +9,57 @@ import torch.nn.functional as F
 
 from tests import triton_on_cpu
 
-VOCABULARIES = {"one block": 300, "a whole block": 8192, "three blocks": 16_500}
+BLOCK = 4096
+VOCABULARIES = {"one block": 300, "a whole block": BLOCK, "three blocks": 8500}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "smoothed": {"label_smoothing": 0.1},
     "scaled": {"factor": 0.25},
     "smoothed and scaled": {"label_smoothing": 0.3, "factor": 3.0},
+    "capped": {"softcap": 5.0},
+    "capped and all else": {"label_smoothing": 0.2, "factor": 1.7, "softcap": 9.0, "temperature": 0.6},
 }
 TOKENS = 6
 
 
+def computed(
+    products: torch.Tensor, targets: torch.Tensor, *, label_smoothing: float = 0.0, with_logs: bool = True, **scaling
+) -> tuple[Any, torch.Tensor]:
+    """`TokenOutputs` with or without what only logs read, and the gradient, by the kernel with options of KINDS."""
+    from longctx.layers.loss_tile import LogitScaling, TileLoss, _by_kernel
+
+    logs = {"is_top1": with_logs, "mean_logits": with_logs}
+    of = TileLoss(label_smoothing, LogitScaling(**scaling), products.dtype, **logs)
+    return _by_kernel(of, products, targets, with_logs)
+
+
 def errors() -> dict[tuple[str, str, str], dict[str, float]]:
-    """{(vocabulary, kind, dtype): relative errors against fp64 from the same products}. Guesses are equal.
+    """{(vocabulary, kind, dtype): relative errors against fp64 from the same products}. Top-1 tokens are equal.
 
     An entropy is the difference of the log-sum-exp and a mean of logits, so that its error is one of the log-sum-exp.
     """
     triton_on_cpu.install()
-    from longctx.layers.loss_kernel import fused_losses
-
     found = {}
     for of, vocabulary in VOCABULARIES.items():
         for kind, options in KINDS.items():
             for dtype in (torch.float16, torch.bfloat16):
                 products, targets = problem(vocabulary, dtype)
                 expected = exact(products.double(), targets, **options)
-                options = {"factor": 1.0, "label_smoothing": 0.0} | options
-                read = fused_losses(products.clone(), targets, **options, with_grad=False)
-                results = fused_losses(products, targets, **options, with_grad=True)
-                assert all(torch.equal(x, y) for x, y in zip(read, results, strict=True))
-                losses, log_probs, entropies, guesses, means = results
-                assert torch.equal(guesses, expected["guesses"])
+                before = products.clone()
+                outputs, gradient = computed(products, targets, **options)
+                if vocabulary > BLOCK:  # no bit depends on what else is asked for
+                    fewer, _ = computed(before, targets, with_logs=False, **options)
+                    assert fewer[3:] == (None, None)
+                    assert all(map(torch.equal, fewer[:3], outputs[:3]))
+                assert gradient is products
+                assert torch.equal(outputs.is_top1, expected["guesses"] == targets)
                 lse = expected["lse"]
                 pairs = {
-                    "losses": (losses, expected["losses"]),
-                    "log_probs": (log_probs, expected["log_probs"]),
-                    "entropies": (entropies + lse, expected["entropies"] + lse),
-                    "means": (means, expected["means"]),
-                    "gradient": (products, expected["gradient"]),
+                    "losses": (outputs.losses, expected["losses"]),
+                    "log_probs": (outputs.log_probs, expected["log_probs"]),
+                    "entropies": (outputs.entropy + lse, expected["entropies"] + lse),
+                    "means": (outputs.mean_logits, expected["means"]),
+                    "gradient": (gradient, expected["gradient"]),
                 }
                 found[of, kind, str(dtype)] = {name: relative(*pair) for name, pair in pairs.items()}
     return found
@@ -54,23 +68,33 @@ def errors() -> dict[tuple[str, str, str], dict[str, float]]:
 def problem(vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Products whose largest is in the first block, in the last, or there twice; targets at both ends and between.
 
-    Some logits are -inf, as of a part of the vocabulary that is left out: one, or all of the first block.
+    A target is the largest alone, the first of two, the second of them, or another. Some logits are -inf, as of a part
+    of the vocabulary that is left out: one, or all of the first block.
     """
     generator = torch.Generator().manual_seed(vocabulary)
     products = 4 * torch.randn(TOKENS, vocabulary, generator=generator)
-    products[0, 5] = products[1, -2] = products[2, 7] = products[2, -3] = 30.0
+    products[0, 5] = products[1, -2] = products[2, 7] = products[2, -3] = products[5, 1] = products[5, -1] = 30.0
     products[3, 11] = float("-inf")
-    if vocabulary > 8192:
-        products[4, :8192] = float("-inf")
-    return products.to(dtype), torch.tensor([0, vocabulary - 1, 7, 5, vocabulary // 2, 1])
+    if vocabulary > BLOCK:
+        products[4, :BLOCK] = float("-inf")
+    return products.to(dtype), torch.tensor([0, vocabulary - 2, 7, 5, vocabulary // 2, vocabulary - 1])
 
 
 def exact(
-    products: torch.Tensor, targets: torch.Tensor, factor: float = 1.0, label_smoothing: float = 0.0
+    products: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    factor: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
 ) -> dict[str, torch.Tensor]:
     """The same in fp64, by autograd."""
     products.requires_grad_()
     logits = products * factor
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits / temperature
     log_probs = logits.log_softmax(-1)
     of_targets = log_probs.gather(-1, targets[:, None])[:, 0]
     losses = -(1 - label_smoothing) * of_targets
@@ -102,18 +126,16 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def refusal_of_a_target_beyond_the_vocabulary() -> str:
     """The message, for a target that is a product of the next token."""
     triton_on_cpu.install()
-    from longctx.layers.loss_kernel import fused_losses
-
     products = torch.zeros(2, 8, dtype=torch.bfloat16)
     try:
-        fused_losses(products, torch.tensor([9, 0]), factor=1.0, label_smoothing=0.0, with_grad=False)
+        computed(products, torch.tensor([9, 0]))
     except (IndexError, RuntimeError) as error:
         return str(error)
     return ""
 
 
-def agreements() -> dict[str, bool]:
-    """What `kernel_agrees` finds of the kernel, and of kernels that are wrong or fail, on the CPU."""
+def agreements() -> dict[str, tuple[bool, bool]]:
+    """What `kernel_agrees` finds, without and with a soft cap, of the kernel and of some that are wrong or fail."""
     triton_on_cpu.install()
     from longctx.layers import loss_kernel, loss_tile
 
@@ -121,6 +143,9 @@ def agreements() -> dict[str, bool]:
 
     def without_smoothing(*args, label_smoothing, **kwargs):
         return sound(*args, label_smoothing=0.0, **kwargs)
+
+    def without_cap(*args, scaling, **kwargs):
+        return sound(*args, scaling=scaling._replace(softcap=None), **kwargs)
 
     def with_rounded_gradient(products, *args, **kwargs):
         results = sound(products, *args, **kwargs)
@@ -137,39 +162,42 @@ def agreements() -> dict[str, bool]:
     for name, kernel in {
         "sound": sound,
         "without smoothing": without_smoothing,
+        "without the cap": without_cap,
         "with a rounded gradient": with_rounded_gradient,
         "with neighbours in odd vocabularies": with_neighbours_in_odd_vocabularies,
         "failing": failing,
     }.items():
         loss_kernel.fused_losses = kernel
         loss_tile.kernel_agrees.cache_clear()
-        found[name] = loss_tile.kernel_agrees(device, torch.bfloat16)
+        agrees = (loss_tile.kernel_agrees(device, torch.bfloat16, softcap) for softcap in (None, 30.0))
+        found[name] = tuple(agrees)
     return found
 
 
-def compiled() -> dict[tuple[int, bool], list[str]]:
-    """{(compute capability, whether with a gradient): the kinds of code that Triton's compiler makes}."""
+def compiled() -> dict[tuple[str, int, bool], list[str]]:
+    """{(kernel, compute capability, whether capped): the kinds of code that Triton's compiler makes}."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from longctx.layers import loss_kernel
 
-    pointers = {"products": "*bf16", "targets": "*i64", "of_targets": "*bf16", "guesses": "*i64"}
-    pointers |= dict.fromkeys(("losses", "log_probs", "entropies", "means"), "*fp32")
-    scalars = {"vocabulary": "i32", "factor": "fp32", "smoothing": "fp32"}
+    pointers = {"products": "*bf16", "targets": "*i64", "of_targets": "*bf16", "are_top1": "*i1"}
+    pointers |= dict.fromkeys(("losses", "log_probs", "entropies", "means", "lses"), "*fp32")
+    scalars = {"vocabulary": "i32", "inner": "fp32", "outer": "fp32", "smoothing": "fp32"}
     made = {}
-    for capability in (80, 90, 100):
-        for with_grad in (False, True):
-            constants = {"WITH_GRAD": with_grad, "BLOCK": loss_kernel.BLOCK}
-            of_names = pointers | scalars | dict.fromkeys(constants, "constexpr")
-            kernel = loss_kernel._losses_of_a_token
-            signature = {name: of_names[name] for name in kernel.arg_names}
-            source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-            options = {"num_warps": loss_kernel.NUM_WARPS}
-            code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-            assert f".target sm_{capability}" in code.asm["ptx"]
-            made[capability, with_grad] = sorted(code.asm)
+    for kernel in (loss_kernel._losses_of_a_token, loss_kernel._gradient_of_a_block):
+        for capability in (80, 90, 100):
+            for capped in (False, True):
+                constants = {"CAPPED": capped, "WITH_MEANS": True, "WITH_TOP1": True, "BLOCK": loss_kernel.BLOCK}
+                constants = {name: constants[name] for name in kernel.arg_names if name in constants}
+                of_names = pointers | scalars | dict.fromkeys(constants, "constexpr")
+                signature = {name: of_names[name] for name in kernel.arg_names}
+                source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+                options = {"num_warps": loss_kernel.NUM_WARPS}
+                code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+                assert f".target sm_{capability}" in code.asm["ptx"]
+                made[kernel.__name__, capability, capped] = sorted(code.asm)
     return made
 
 

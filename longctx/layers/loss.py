@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from types import MethodType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,15 +27,14 @@ from longctx.upstream.transformers_internals import decoder_of, replace_forward
 TILE_BYTES = 2**28
 """Bytes of one tile's logits in fp32, for at least one token. A tile needs two to three times as much in all."""
 
-LONGER_WITH_KERNEL = 4
-"""Times the tokens of such a tile, in one of the kernel, which has its logits in half precision alone: twice as many
-bytes. The fp32 gradient of the head's weight, of several GB, is then read and written for a quarter of the tiles."""
+HEAD_OPTIONS = ("label_smoothing", "summed", "is_top1", "mean_logits", "temperature")
+"""Keywords of the model that its head takes, beside `token_outputs`."""
 
 
 def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
     """Let `model(..., shift_labels=..., token_outputs=True)` return `TokenOutputs`.
 
-    `label_smoothing`, `summed` and `mean_logits` are those of `fused_token_outputs`, and `temperature` divides logits.
+    HEAD_OPTIONS are those of `fused_token_outputs`, and `temperature`, which divides logits.
     Without `token_outputs` the model is what it was. The head is called as the module that it is, once, so that
     FSDP2, ZeRO-3 and adapters treat its weight like any other layer's: gathered once for all tiles, one gradient.
 
@@ -52,17 +51,8 @@ def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
     plain = getattr(model.forward, "__func__", type(model).forward)
 
     @functools.wraps(plain)  # generation reads the signature
-    def forward(
-        self,
-        *args,
-        token_outputs=False,
-        shift_labels=None,
-        label_smoothing=0.0,
-        summed=True,
-        mean_logits=False,
-        temperature=1.0,
-        **kwargs,
-    ):
+    def forward(self, *args, token_outputs=False, shift_labels=None, **kwargs):
+        options = {name: kwargs.pop(name) for name in HEAD_OPTIONS if name in kwargs}
         if not token_outputs:
             if kwargs.get("sequence") is not None and kwargs.get("labels") is not None:
                 raise ValueError(
@@ -74,15 +64,7 @@ def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
         hidden = decoder_of(self)(*args, **kwargs | {"return_dict": True}).last_hidden_state
         head, sequence = self.get_output_embeddings(), kwargs.get("sequence")
         positions = None if sequence is None else sequence.learnt_positions(shift_labels)
-        return head(
-            hidden,
-            shift_labels=shift_labels,
-            positions=positions,
-            label_smoothing=label_smoothing,
-            summed=summed,
-            mean_logits=mean_logits,
-            temperature=temperature,
-        )
+        return head(hidden, shift_labels=shift_labels, positions=positions, **options)
 
     replace_forward(model, MethodType(forward, model))
 
@@ -93,26 +75,14 @@ def _head_forward(
     head: nn.Linear,
     hidden: Tensor,
     shift_labels: Tensor | None = None,
-    positions: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    summed: bool = True,
-    mean_logits: bool = False,
     temperature: float = 1.0,
+    **options: Any,
 ) -> Tensor | TokenOutputs:
     if shift_labels is None:
         return F.linear(hidden.to(head.weight.device), head.weight, head.bias)
-    return fused_token_outputs(
-        hidden,
-        head.weight,
-        head.bias,
-        shift_labels,
-        positions=positions,
-        label_smoothing=label_smoothing,
-        scaling=scaling._replace(temperature=temperature),
-        hidden_on_host=hidden_on_host,
-        summed=summed,
-        mean_logits=mean_logits,
-    )
+    scaling = scaling._replace(temperature=temperature)
+    given: dict[str, Any] = {"scaling": scaling, "hidden_on_host": hidden_on_host, **options}
+    return fused_token_outputs(hidden, head.weight, head.bias, shift_labels, **given)
 
 
 def fused_token_outputs(
@@ -126,6 +96,7 @@ def fused_token_outputs(
     scaling: LogitScaling = UNSCALED,
     hidden_on_host: bool = False,
     summed: bool = True,
+    is_top1: bool = True,
     mean_logits: bool = False,
     tile_bytes: int = TILE_BYTES,
 ) -> TokenOutputs:
@@ -149,8 +120,9 @@ def fused_token_outputs(
         hidden_on_host: `hidden` lies in host memory, is moved tile by tile, and its gradient goes there too. Said,
             because on a machine without a GPU its device does not say it. All tokens are projected.
         summed: the losses' gradient will be that of a sum. Where it is not known to be, nothing is made ahead.
+        is_top1: return whether each target is the most likely token, which costs time and is for logs.
         mean_logits: also return the mean of every token's logits.
-        tile_bytes: bound of a tile's logits in fp32; see LONGER_WITH_KERNEL.
+        tile_bytes: bound of a tile's logits in fp32; see `_tile_of`.
 
     Returns:
         Its sums, and those of the weight's gradient, run in fp32 or wider; products in autocast's dtype, else in the
@@ -158,16 +130,30 @@ def fused_token_outputs(
     """
     device = weight.device
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
-    of = TileLoss(label_smoothing, scaling, dtype, mean_logits)
-    is_longer = bias is None and takes_kernel(of, weight)  # a bias's gradient is summed from an fp32 copy of the tile's
+    of = TileLoss(label_smoothing, scaling, dtype, is_top1, mean_logits)
     head = _Head(
         of,
-        tile=max(1, tile_bytes // (4 * len(weight))) * (LONGER_WITH_KERNEL if is_longer else 1),
+        tile=_tile_of(of, weight, bias, tile_bytes),
         hidden_on_host=hidden_on_host or hidden.device != device,
         grads_ahead=summed and torch.is_grad_enabled(),
         positions=positions,
     )
     return TokenOutputs(*_FusedHead.apply(head, shift_labels, hidden, weight, bias))
+
+
+def _tile_of(of: TileLoss, weight: Tensor, bias: Tensor | None, tile_bytes: int) -> int:
+    """Return the tokens of a tile, at least one.
+
+    The kernel has a tile's logits in half precision alone, so its tiles have four times as many: the fp32 gradient of
+    the head's weight, of several GB, is read and written for a quarter of the tiles. They are multiples of 256, which
+    matrix products compute in whole blocks, and so 64 tokens longer at most. A bias's gradient is summed from an fp32
+    copy of the tile's.
+    """
+    tokens = max(1, tile_bytes // (4 * len(weight)))
+    if bias is not None or not takes_kernel(of, weight):
+        return tokens
+    longer = 4 * tokens
+    return (longer + 64) // 256 * 256 or longer
 
 
 class _Head(NamedTuple):
@@ -200,15 +186,17 @@ class _FusedHead(torch.autograd.Function):
     def backward(ctx, grad_losses: Tensor, *_):
         labels, hidden, weight, bias = ctx.saved_tensors
         grads, ctx.grads = ctx.grads, None
-        if grads is None or not _is_one_number(grad_losses):
-            grads = None  # frees them
+        factor = grad_losses.flatten()[:1] if _is_one_number(grad_losses) else None
+        if grads is None or factor is None:
+            grads = factor = None  # frees them
             grads = _tile_by_tile(ctx.head, labels, hidden, weight, bias, ctx.needs_input_grad[2:], grad_losses)[1]
-        else:
-            _multiply(grads, grad_losses[0, 0], ctx.head.tile)
+        grads = [
+            None if grad is None else _of_dtype(grad, x.dtype, factor, ctx.head.tile)
+            for grad, x in zip(grads, (hidden, weight, bias), strict=True)
+        ]
         if ctx.head.hidden_on_host:
             synchronize(weight.device)
-        inputs = (hidden, weight, bias)
-        return None, None, *(None if g is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True))
+        return None, None, *grads
 
 
 def _is_one_number(x: Tensor) -> bool:
@@ -227,10 +215,11 @@ def _tile_by_tile(
 ) -> tuple[TokenOutputs, Gradients]:
     """Return the outputs, and the gradients for these upstream gradients [1, S], which are 1 if None."""
     wide = torch.promote_types(head.of.dtype, torch.float32)
-    dtypes = (wide, wide, wide, torch.bool) + (wide,) * head.of.mean_logits
-    outputs = TokenOutputs(*(labels.new_zeros(labels.shape, dtype=dtype) for dtype in dtypes))
+    zeros = functools.partial(labels.new_zeros, labels.shape)
+    top1 = zeros(dtype=torch.bool) if head.of.is_top1 else None
+    means = zeros(dtype=wide) if head.of.mean_logits else None
+    outputs = TokenOutputs(zeros(dtype=wide), zeros(dtype=wide), zeros(dtype=wide), top1, means)
     grad_hidden = _zeros_beside(hidden, head, weight.device) if wanted[0] else None
-    rows = [output.view(-1) for output in outputs if output is not None]
     labels, hidden = labels.flatten(), hidden.flatten(0, 1)
     learnt = labels != IGNORE_INDEX
     upstream = learnt.to(wide) if grad_losses is None else learnt * grad_losses.flatten()
@@ -242,18 +231,19 @@ def _tile_by_tile(
         for tile in _tiles(learnt, head):
             x = hidden[tile].to(weight.device, non_blocking=True).to(head.of.dtype)
             values, grad = losses_of_tile(head.of, F.linear(x, w, b), labels[tile].clamp(min=0), any(wanted))
-            for row, value in zip(rows, values[: len(rows)], strict=True):
-                assert value is not None, "as many as the rows"
-                row[tile] = value * learnt[tile]
-            factors = upstream[tile, None]
+            is_picked = isinstance(tile, Tensor)  # by its labels
+            for output, value in zip(outputs, values, strict=True):
+                if output is not None and value is not None:
+                    output.view(-1)[tile] = value if is_picked else value * learnt[tile]
+            factors = None if is_picked and grad_losses is None else upstream[tile, None]
             if grad_hidden is not None:
-                of_tile = (grad @ w * factors).to(grad_hidden.dtype)
+                of_tile = _times(grad @ w, factors).to(grad_hidden.dtype)
                 if head.hidden_on_host:
                     to_host(grad_hidden.view(hidden.shape)[tile], of_tile)
                 else:
                     grad_hidden.view(hidden.shape)[tile] = of_tile
             if grad_weight is not None:
-                _add_product(grad_weight, grad.T, (x * factors).to(head.of.dtype))
+                _add_product(grad_weight, grad.T, _times(x, factors).to(head.of.dtype))
             if grad_bias is not None:
                 grad_bias += grad.T.to(wide) @ upstream[tile]
             del grad  # before the next tile
@@ -291,16 +281,24 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
-def _multiply(grads: Gradients, factor: Tensor, tile: int) -> None:
-    """In place; those in host memory tile by tile on the device of the factor []."""
-    for grad in grads:
-        if grad is None:
-            continue
-        if grad.device == factor.device:
-            grad.mul_(factor)
-        else:
-            for rows in grad.flatten(0, -2).split(tile):
-                to_host(rows, to_device(rows, factor.device).mul_(factor))
+def _times(x: Tensor, factors: Tensor | None) -> Tensor:
+    return x if factors is None else x * factors
+
+
+def _of_dtype(grad: Tensor, dtype: torch.dtype, factor: Tensor | None, tile: int) -> Tensor:
+    """Return the gradient times a factor [1] in one pass, in place unless its dtype changes.
+
+    The product is rounded once, from fp32: a GPU would first round a factor [] to the gradient's bf16. A gradient in
+    host memory is multiplied on the factor's device, in tiles.
+    """
+    if factor is None:
+        return grad.to(dtype)
+    if grad.device == factor.device:
+        return torch.mul(grad, factor, out=grad if grad.dtype == dtype else torch.empty_like(grad, dtype=dtype))
+    for rows in grad.flatten(0, -2).split(tile):
+        moved = to_device(rows, factor.device)
+        to_host(rows, torch.mul(moved, factor, out=moved))
+    return grad
 
 
 def token_losses(logits: Tensor, shift_labels: Tensor) -> Tensor:

@@ -225,7 +225,8 @@ class PreferenceLoss(Objective):
         """Return float64 [n, 2, 4] of the chosen and the rejected side of each pair, on every rank of the group.
 
         They are sums over the answer of its weighted log-probabilities, of the plain ones, of the mean logits, and of
-        tokens that are the most likely ones. Only log-probabilities are differentiable.
+        tokens that are the most likely ones; [n, 2, 2] where the outputs have neither of the last two. Only
+        log-probabilities are differentiable.
         """
         log_probs = -outputs.losses
         weighted = log_probs
@@ -233,9 +234,10 @@ class PreferenceLoss(Objective):
             sp_rank = self.sequence.dims.sp_rank(self.sequence.rank)
             weighted = log_probs * send(shard_tokens(pairs.weights, shard.layout, sp_rank), log_probs.device)
         weighted = _summable(weighted)
-        assert outputs.mean_logits is not None, "asked for by model_options"
-        values = torch.stack((weighted, log_probs.double(), outputs.mean_logits, outputs.is_top1), dim=-1)
-        return self.sequence.sum_over_documents(values, shard.layout)[: 2 * len(pairs.lengths)].view(-1, 2, 4)
+        of_logs = (values for values in (outputs.mean_logits, outputs.is_top1) if values is not None)
+        values = torch.stack((weighted, log_probs.double(), *of_logs), dim=-1)
+        sums = self.sequence.sum_over_documents(values, shard.layout)[: 2 * len(pairs.lengths)]
+        return sums.view(-1, 2, values.shape[-1])
 
     def measure(self, shard: ShardedBatch, outputs: TokenOutputs, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the sums of the pairs' losses and of the chosen tokens' losses, [2], and float64 [sums]."""

@@ -124,7 +124,8 @@ class ReferencedPreferenceLoss(PreferenceLoss):
     def _batch_sums(self, trainer: Any, model: nn.Module, batch: dict[str, Any]) -> NDArray[np.float64]:
         """Return float64 [pairs of the batch, 2]."""
         with torch.no_grad(), trainer.compute_loss_context_manager():
-            shard, outputs = trainer._forward(model, batch)
+            shard = self.sequence.shard(batch)
+            outputs = self.sequence.token_outputs(model, shard)  # without what the log of training reads
             return self.document_sums(shard, outputs, batch["pairs"])[..., 0].cpu().numpy()
 
 

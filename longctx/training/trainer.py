@@ -350,6 +350,7 @@ class SequenceMixin(EvaluatingMixin):
         shard, outputs = self._forward(model, inputs)
         terms, extra = self.objective.measure(shard, outputs, inputs)
         loss = self.objective.loss(terms, num_items_in_batch)
+        assert outputs.is_top1 is not None, "the head returns it unless it is told not to"
         self.step_metrics.add(
             layout=shard.layout,
             num_tokens=inputs["num_tokens"],

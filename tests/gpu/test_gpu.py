@@ -17,7 +17,7 @@ from longctx import parallelize
 from longctx.attention.kernels.check import BOUNDS, make_entries, make_inputs
 from longctx.attention.kernels.choose import candidates, choose_kernel
 from longctx.forecast.closed_form import predict
-from longctx.layers.loss_kernel import fused_losses
+from longctx.layers.loss import _of_dtype
 from longctx.layers.loss_tile import BOUND_OF_OUTPUTS, kernel_agrees
 from longctx.model.tiny import tiny_tokenizer
 from longctx.settings.launcher import read_profile
@@ -119,22 +119,30 @@ def test_every_kernel_equals_fp64(kind, length, gpu):
             assert float(error) <= BOUNDS[torch.bfloat16], (kernel.name, name)
 
 
-def test_the_kernel_of_the_loss_equals_fp64(gpu):
+@pytest.mark.parametrize("kind", loss_kernel_cases.KINDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_kernel_of_the_loss_equals_fp64(kind, dtype, gpu):
     """With the vocabulary of Qwen3, of which no tile of the interpreter's tests is."""
     if IS_SOFT:
         pytest.skip("needs Triton's compiler; tests/layers/test_loss_kernel.py has its numbers")
-    for dtype in (torch.float16, torch.bfloat16):
-        assert kernel_agrees(gpu, dtype)
-        products, targets = (x.to(gpu) for x in loss_kernel_cases.problem(151_936, dtype))
-        expected = loss_kernel_cases.exact(products.double(), targets, label_smoothing=0.1)
-        losses, log_probs, _, guesses, _ = fused_losses(
-            products, targets, factor=1.0, label_smoothing=0.1, with_grad=True
-        )
-        assert torch.equal(guesses, expected["guesses"])
-        error = loss_kernel_cases.relative
-        assert error(losses, expected["losses"]) <= BOUND_OF_OUTPUTS
-        assert error(log_probs, expected["log_probs"]) <= BOUND_OF_OUTPUTS
-        assert error(products, expected["gradient"]) <= 2 ** (-11 if dtype == torch.float16 else -8)
+    options = loss_kernel_cases.KINDS[kind]
+    assert kernel_agrees(gpu, dtype, options.get("softcap"))
+    products, targets = (x.to(gpu) for x in loss_kernel_cases.problem(151_936, dtype))
+    expected = loss_kernel_cases.exact(products.double(), targets, **options)
+    fewer, _ = loss_kernel_cases.computed(products.clone(), targets, with_logs=False, **options)
+    outputs, gradient = loss_kernel_cases.computed(products, targets, **options)
+    assert all(map(torch.equal, fewer[:3], outputs[:3]))  # the rewards of a model that is its own reference are 0
+    assert torch.equal(outputs.is_top1, expected["guesses"] == targets)
+    error = loss_kernel_cases.relative
+    assert error(outputs.losses, expected["losses"]) <= BOUND_OF_OUTPUTS
+    assert error(outputs.log_probs, expected["log_probs"]) <= BOUND_OF_OUTPUTS
+    assert error(gradient, expected["gradient"]) <= 2 ** (-11 if dtype == torch.float16 else -8)
+
+
+def test_the_loss_s_factor_is_not_rounded_to_the_gradient_s_dtype(gpu):
+    gradient, factor = torch.randn(100, 64, device=gpu).bfloat16(), torch.tensor([1 / 37], device=gpu)
+    expected = (gradient.float() * factor).bfloat16()
+    assert torch.equal(_of_dtype(gradient, torch.bfloat16, factor, 10), expected)
 
 
 # Steps

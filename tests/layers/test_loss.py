@@ -133,6 +133,28 @@ def test_rows_of_a_batch_are_tokens_like_any_other(kind):
     torch.testing.assert_close(*(torch.autograd.grad(upstream(kind, o.losses), leaves) for o in (two, one)))
 
 
+@pytest.mark.parametrize("kind", ["summed", "weighted"])
+def test_what_nobody_reads_is_none_and_changes_no_bit(kind):
+    *leaves, targets = make_inputs(torch.float32)
+    runs = [fused_token_outputs(*leaves, targets, is_top1=logs, mean_logits=logs) for logs in (True, False)]
+    assert runs[1][3:] == (None, None)
+    assert all(map(torch.equal, runs[0][:3], runs[1][:3]))
+    assert all(map(torch.equal, *(torch.autograd.grad(upstream(kind, run.losses), leaves) for run in runs)))
+
+
+def test_a_gradient_in_half_precision_is_rounded_after_it_is_multiplied():
+    """And the one factor of a sum, 1/37, is not rounded itself."""
+    *leaves, targets = make_inputs(torch.float32)
+    low = [x.detach().bfloat16().requires_grad_() for x in leaves]
+    made = {}
+    for factor in (1, 1 / 37):
+        loss = fused_token_outputs(*low, targets, tile_bytes=4 * VOCABULARY * 100).losses.sum() * factor
+        made[factor] = torch.autograd.grad(loss, low)
+    (hidden, *_), (scaled, *_) = made.values()
+    assert torch.equal(scaled, (hidden.float() * torch.tensor(1 / 37)).bfloat16())
+    assert not torch.equal(scaled, hidden * torch.tensor(1 / 37).bfloat16())
+
+
 def test_backward_can_run_again():
     *leaves, targets = make_inputs()
     loss = upstream("summed", fused_token_outputs(*leaves, targets).losses)
