@@ -296,7 +296,7 @@ def loss_of_pairs(sequence: Any, batch: Mapping[str, Any]) -> Callable[[Any, Any
     objective = PreferenceLoss(sequence, parse_flags([], DPO))
     starts = np.flatnonzero(batch["position_ids"][0] == 0)
     row = {"input_ids": batch["input_ids"][0], "reference": np.zeros((len(starts) // 2, 2))}
-    fields = objective.collate([row], batch)
+    fields = objective.collate([row], batch, sequence.layout_of(batch), 0)
     lengths = fields["pairs"].lengths  # not counted by `objective`, which would ask ranks that are not there
     counts = len(lengths), int(lengths[:, 0].sum())
 

@@ -52,9 +52,10 @@ from longctx.attention.modelled import attention_time, plan_time, planned_work
 from longctx.attention.operator import varlen_attention
 from longctx.launch.store import meeting_point
 from longctx.ring import attention as ring_attention
-from longctx.sequence.batch import PLAIN, BatchLayout
+from longctx.sequence.batch import PLAIN
+from longctx.sequence.layout import Layout
 from longctx.sequence.mesh import ParallelDims, sequence_groups
-from longctx.sequence.shard import plan_batch, shard_tokens
+from longctx.sequence.shard import shard_tokens
 
 from .attention.timing import Report
 from .attention.ways import Heads, draw_packs
@@ -230,8 +231,9 @@ def run(case: Case, arrangement: Arrangement, setup: Setup, paced: Paced, repeat
     dims = ParallelDims.arrange(RANKS, ring=arrangement.ring, ulysses=arrangement.ulysses)
     rank, groups = dist.get_rank(), sequence_groups(dims, torch.device("cpu"))
     lengths = case.documents(dims.dp_rank(rank), dims.dp)
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    layout = plan_batch(positions, dims, dims.sp_rank(rank), time_of=partial(plan_time, setup, arrangement))
+    tokens = torch.zeros(1, int(lengths.sum()), dtype=torch.int64)
+    layout = Layout.of_documents(tokens, tokens, np.cumsum(lengths) - lengths)
+    layout = layout.spread(dims, partial(plan_time, setup, arrangement))
     attend = BACKENDS[arrangement.name].attention(layout, groups, PLAIN)
     whole = HEADS.tensors(layout.num_tokens, torch.float32, torch.device("cpu"))
     mine = [_cut(x, layout, dims.sp_rank(rank)) for x in whole]
@@ -253,7 +255,7 @@ def run(case: Case, arrangement: Arrangement, setup: Setup, paced: Paced, repeat
     return Found(modelled(case, arrangement, setup), seconds, _slowest(late), _slowest(max(errors)))
 
 
-def _cut(x: Tensor, layout: BatchLayout, sp_rank: int) -> Tensor:
+def _cut(x: Tensor, layout: Layout, sp_rank: int) -> Tensor:
     """[1, h, T, D] -> [1, h, T/P, D]."""
     return shard_tokens(x.transpose(1, 2), layout, sp_rank).transpose(1, 2)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -23,34 +24,25 @@ from longctx.attention.modelled import plan_time
 from longctx.data import IGNORE_INDEX
 from longctx.layers.checkpoints import LayerCheckpoints, install_checkpoints
 from longctx.layers.chunked import install_chunked
-from longctx.layers.loss import TokenOutputs, fuse_head, learnt_positions, step_loss, token_losses
+from longctx.layers.loss import TokenOutputs, fuse_head, step_loss, token_losses
 from longctx.layers.routers import Routers, install_routers
 from longctx.layers.tiled_mlp import install_tiled_mlp
 from longctx.model.allow_list import check_model
 from longctx.model.branches import AUXILIARY_LOSS_OBSTACLE, branch_obstacle
 from longctx.model.modules import check_modules, say_whether_tied
-from longctx.packing.branches import branches_of
 from longctx.policy import count_policy_step, policy_loss
 from longctx.ranks.agreement import broadcast_object
 from longctx.recurrent.cost import prefers_heads
 from longctx.recurrent.layers import check_recurrent
 from longctx.regions import region
 from longctx.ring.planner import TimeOfPlan
-from longctx.sequence.batch import AttentionContext, BatchLayout, ShardedBatch
-from longctx.sequence.checks import SameStep, check_batch, check_same_batch, check_world_size
+from longctx.sequence.batch import AttentionContext, ShardedBatch
+from longctx.sequence.checks import StepCounts, check_same_batch, check_world_size, host_group
 from longctx.sequence.gather import all_reduce, gather
 from longctx.sequence.host_tensors import send
+from longctx.sequence.layout import Layout
 from longctx.sequence.mesh import ParallelDims, SequenceGroups, select_device, sequence_groups
-from longctx.sequence.shard import (
-    complete_position_ids,
-    count_labels,
-    is_padding_document,
-    plan_batch,
-    real_tokens,
-    shard_tokens,
-    shift_labels,
-    unshard_tokens,
-)
+from longctx.sequence.shard import Shard, cut, shard_tokens, unshard_tokens
 from longctx.ulysses import ulysses_remedy
 from longctx.ulysses.stages import check_stride
 
@@ -83,91 +75,86 @@ class SequenceParallel:
 
         Args:
             batch: `input_ids` and `labels` (not shifted) int64 [B, S], and `position_ids` [B, S] or a right-padded
-                `attention_mask` [B, S]; as `SequenceCollator` makes it. B·S is a multiple of `dims.multiple`. It has
-                `layout` if `plan_batch` was called in a data loader's worker. For the auxiliary loss of a mixture of
-                experts it says which tokens are padding: by `attention_mask`, or by `lengths`, the tokens of each row.
+                `attention_mask` [B, S] or `cu_seq_lens_q`; as `SequenceCollator` makes it. B·S is a multiple of
+                `dims.multiple`. It has `layout` if a data loader's worker called `layout_of`. For the auxiliary loss of
+                a mixture of experts it says which tokens are padding: by `attention_mask`, or by `lengths`, the tokens
+                of each row.
 
         Raises:
             ValueError: if the batch cannot be cut exactly, with the remedy.
         """
         with region("shard"):
-            return self._shard(batch)
+            return self.place(cut(batch, self.layout_of(batch), self.dims.sp_rank(self.rank)))
 
-    def _shard(self, batch: Mapping[str, Any]) -> ShardedBatch:
-        check_batch(batch, self.dims)
-        position_ids = complete_position_ids(batch)
-        branches = branches_of(batch.get("branch_starts"))
+    def layout_of(self, batch: Mapping[str, Any]) -> Layout:
+        """Return where the batch's documents lie and which rank holds which token, as `shard` cuts it."""
+        return Layout.of_batch(batch).spread(self.dims, self.time_of_plan)
+
+    def place(self, shard: Shard) -> ShardedBatch:
+        """Return what the model is given of this rank's part of a batch, on its device."""
+        layout = shard.layout
         obstacle = AUXILIARY_LOSS_OBSTACLE if self.routers and self.routers.coefficient else self.branch_obstacle
-        if len(branches) and obstacle:
+        if layout.segments is not None and obstacle:
             raise ValueError(f"branch_starts: documents cannot share their beginnings here, {obstacle}.")
-        plan = partial(plan_batch, time_of=self.time_of_plan, branch_starts=branches)
-        layout = batch.get("layout") or plan(position_ids, self.dims)
-        cut = partial(shard_tokens, layout=layout, sp_rank=self.dims.sp_rank(self.rank))
         schedule = self._schedule and partial(self._schedule, layout, self.groups)
         attention = partial(self._attention, layout, self.groups)
         context = AttentionContext(layout, self.groups.ulysses, attention, schedule, self.groups.sequence)
         if not self._batches_agree and self.groups.sequence is not None:
-            tensors = {"input_ids": batch["input_ids"], "labels": batch["labels"], "position_ids": position_ids}
-            context.before_first_pass = partial(self._check_same_batch, tensors)
+            context.before_first_pass = partial(self._check_same_batch, layout.digest)
         if self.routers is not None:
-            context.real_tokens = send(cut(self._real_tokens(batch))[0], self.device)
-        context.position_ids = send(cut(position_ids), self.device)
+            if self.routers.coefficient and layout.lengths is None:
+                raise ValueError(
+                    "the routers' auxiliary loss leaves padding out, and the batch does not say which tokens are "
+                    "padding. Add lengths, the tokens of each row without padding, as in batch | {'lengths': [8192]}, "
+                    "or set model.config.output_router_logits = False to train without that loss."
+                )
+            context.real_tokens = send(shard.real, self.device)
+        context.position_ids = send(shard.position_ids, self.device)
         inputs = {
-            "input_ids": send(cut(batch["input_ids"]), self.device),
+            "input_ids": send(shard.input_ids, self.device),
             "position_ids": context.position_ids,
             "use_cache": False,
             "sequence": context,
         }
-        own_labels = cut(shift_labels(batch["labels"], position_ids))
-        targets = send(own_labels, self.device)
-        if own_labels.device.type == "cpu":
-            context.know_learnt(targets, send(learnt_positions(own_labels), self.device))
+        targets = send(shard.labels, self.device)
+        context.know_learnt(targets, send(shard.learnt, self.device))
         return ShardedBatch(inputs=inputs, shift_labels=targets, layout=layout, context=context)
 
-    def _check_same_batch(self, tensors: Mapping[str, Tensor]) -> None:
-        """Check the first batch of the group, and no later one: a data loader that deals out batches shows at once."""
-        check_same_batch(tensors, self.groups.sequence)
+    def _check_same_batch(self, digest: int) -> None:
+        """Check the first batch of a loop that does not count its steps: a loader that deals out batches shows."""
+        check_same_batch(digest, self.groups.sequence)
         self._batches_agree = True
 
-    def _real_tokens(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return bool [B, S], the tokens that routers count."""
-        real = real_tokens(batch)
-        if real is not None:
-            return real
-        assert self.routers is not None, "asked for a mixture of experts"
-        if self.routers.coefficient:
-            raise ValueError(
-                "the routers' auxiliary loss leaves padding out, and the batch does not say which tokens are padding. "
-                "Add lengths, the tokens of each row without padding, as in batch | {'lengths': [8192]}, or set "
-                "model.config.output_router_logits = False to train without that loss."
-            )
-        return torch.ones_like(batch["input_ids"], dtype=torch.bool)
+    def begin_step(self, layouts: Sequence[Layout], *counts: int) -> StepCounts:
+        """Begin an optimizer step: send what its denominators are summed from, and a digest of its micro-batches.
+
+        Called by all ranks together. The result's `read` waits for the sums over all sequence groups, and raises
+        DataError on all ranks if those of any group do not have the same micro-batches.
+
+        Args:
+            layouts: of this rank's micro-batches of the step.
+            counts: what this rank has counted in them, as every rank of its sequence group has.
+        """
+        group = None
+        if dist.is_initialized():
+            check_world_size(self.dims)
+            group = host_group(dist.group.WORLD)
+        self._batches_agree = True  # or `read` raises an error
+        return StepCounts(layouts, counts, self.dims, self.rank, group)
 
     def count_label_tokens(self, batches: Sequence[Mapping[str, Tensor]]) -> int:
         """Return the denominator of the loss: the label tokens of one optimizer step, over all ranks.
 
-        Each rank counts in its micro-batches of the step, before they are cut. The `sp` ranks of a sequence group hold
-        the same micro-batches, so the sum over all ranks is divided by `sp`.
+        Each rank counts in its micro-batches of the step, before they are cut. The ranks of a sequence group hold the
+        same micro-batches.
+
+        Raises:
+            DataError: on all ranks, if those of any sequence group do not have the same batches.
         """
         if self.routers is not None:
             self.routers.expect(len(batches))
-        return self.count_over_ranks(sum(map(count_labels, batches)), batches=batches)[0]
-
-    def count_over_ranks(self, *counts: int, batches: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Return the sums over all sequence groups of what each has counted in its batches, which its ranks share.
-
-        Raises:
-            DataError: on all ranks, if those of any group do not have the same batches.
-        """
-        same = SameStep(batches, self.dims, self.rank)
-        total = torch.stack([torch.full((), count, device=self.device) for count in (*counts, same.term)])
-        if dist.is_initialized():
-            check_world_size(self.dims)
-            with region("wait", "communication"):
-                dist.all_reduce(total)
-        *sums, difference = total.tolist()
-        same.check(difference)
-        return [count // self.dims.sp for count in sums]
+        layouts = list(map(Layout.of_batch, batches))
+        return self.begin_step(layouts, sum(layout.num_targets for layout in layouts)).read()[0]
 
     def loss(self, logits: Tensor, shift_labels: Tensor, num_label_tokens: int) -> Tensor:
         """Return this rank's share of the step's mean loss, to call backward on.
@@ -201,7 +188,7 @@ class SequenceParallel:
         """Return what `reduce` does, without the routers' auxiliary loss."""
         return step_loss(losses, num_label_tokens, self.dims.world_size)
 
-    def count_experts(self, model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> None:
+    def count_experts(self, model: nn.Module, batches: Sequence[Mapping[str, Any] | Shard]) -> None:
         """Count how often each expert is chosen in an optimizer step of several micro-batches.
 
         The routers' auxiliary loss covers all tokens of the step, and its gradient needs these counts. So where the
@@ -211,7 +198,7 @@ class SequenceParallel:
 
         Args:
             model: the first result of `parallelize`, wrapped or not.
-            batches: this rank's micro-batches of the step, as for `shard`.
+            batches: this rank's micro-batches of the step, as for `shard`, or what `cut` made of them.
         """
         if self.routers is None or not self.routers.coefficient or len(batches) < 2:
             return
@@ -221,10 +208,12 @@ class SequenceParallel:
             self.routers.count_step(map(partial(self._route, model), batches))
         model.train(was_training)
 
-    def _route(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
+    def _route(self, model: nn.Module, batch: Mapping[str, Any] | Shard) -> None:
         """Run a model on a batch up to its head, which has no labels."""
-        shard = self.shard({**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)})
-        model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True)
+        shard = self.place(batch) if isinstance(batch, Shard) else self.shard(batch)
+        unlearnt = torch.full_like(shard.shift_labels, IGNORE_INDEX)
+        shard.context.know_learnt(unlearnt, unlearnt[0, :0])
+        model(**shard.inputs, shift_labels=unlearnt, token_outputs=True)
 
     def log_probs(
         self, model: nn.Module, batch: Mapping[str, Any], *, gather: bool = True, temperature: float = 1.0
@@ -272,7 +261,7 @@ class SequenceParallel:
             )
         return outputs
 
-    def gather_at_labels(self, tokens: Tensor, layout: BatchLayout) -> Tensor:
+    def gather_at_labels(self, tokens: Tensor, layout: Layout) -> Tensor:
         """[1, T/P, ...] in the order of `shift_labels` -> [B, S, ...] at the labels' positions, on every rank."""
         whole = self.unshard(tokens, layout)
         flat = whole.flatten(0, 1)
@@ -294,9 +283,9 @@ class SequenceParallel:
         sums = self.sum_over_documents(-self.token_outputs(model, shard).losses, shard.layout)
         if "attention_mask" not in batch:
             return sums
-        return sums[send((~is_padding_document(batch)).nonzero()[:, 0], sums.device)]
+        return sums[send(torch.from_numpy(np.flatnonzero(~shard.layout.is_padding)), sums.device)]
 
-    def sum_over_documents(self, values: Tensor, layout: BatchLayout) -> Tensor:
+    def sum_over_documents(self, values: Tensor, layout: Layout) -> Tensor:
         """Return the sum of per-token values over each document or branch, float64, on every rank of the group.
 
         Differentiable: the gradient of a sum is added up over the ranks of the group.
@@ -313,15 +302,15 @@ class SequenceParallel:
         sums = sums.index_add(0, self.documents_of_tokens(layout).to(values.device), values[0].double())
         return sums if self.groups.sequence is None else all_reduce(sums, self.groups.sequence)
 
-    def documents_of_tokens(self, layout: BatchLayout) -> Tensor:
-        """Return int64 [T/P]: for each token of this rank, the index of its document, as `BatchLayout` counts them."""
-        document = torch.from_numpy(layout.document_of_token).view(layout.shape)
+    def documents_of_tokens(self, layout: Layout) -> Tensor:
+        """Return int64 [T/P]: for each token of this rank, the index of its document, as `Layout` counts them."""
+        document = torch.from_numpy(layout.document_of_token)[None]
         return send(shard_tokens(document, layout, self.dims.sp_rank(self.rank))[0], self.device)
 
     count_policy_step = count_policy_step
     policy_loss = policy_loss
 
-    def unshard(self, tokens: Tensor, layout: BatchLayout) -> Tensor:
+    def unshard(self, tokens: Tensor, layout: Layout) -> Tensor:
         """Gather per-token results [1, T/P, ...] of all ranks to [B, S, ...] in the batch's order, on every rank.
 
         Differentiable: a token's gradient is the sum of those from all ranks of the group.

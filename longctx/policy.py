@@ -13,13 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from longctx.data import IGNORE_INDEX
 from longctx.ranks.agreement import gather_objects
 from longctx.sequence.checks import digests_of_ranks
-from longctx.sequence.shard import complete_position_ids, document_starts, is_padding_document
+from longctx.sequence.layout import Layout
+from longctx.sequence.shard import cut
 
 SequenceParallel = Any
 """`longctx.parallel.SequenceParallel`, whose methods the two functions are: its module imports this one."""
@@ -161,12 +163,13 @@ class _Documents(NamedTuple):
     """bool [n], those that an attention_mask marks; callers do not count them."""
 
     @classmethod
-    def of_batch(cls, batch: Mapping[str, Any]) -> _Documents:
-        starts = document_starts(batch).cpu()
-        learnt = (batch["labels"].flatten().cpu() != IGNORE_INDEX) & ~starts
-        document = starts.cumsum(0) - 1
-        label_tokens = torch.zeros(int(starts.sum()), dtype=torch.int64).index_add_(0, document, learnt.long())
-        return cls(label_tokens, is_padding_document(batch).cpu())
+    def of_batch(cls, batch: Mapping[str, Any], layout: Layout) -> _Documents:
+        learnt = batch["labels"].flatten().cpu() != IGNORE_INDEX
+        learnt[layout.cu_seqlens[:-1]] = False
+        document = torch.from_numpy(layout.document_of_token)
+        label_tokens = torch.zeros(len(layout.is_padding), dtype=torch.int64).index_add_(0, document, learnt.long())
+        is_padding = layout.is_padding if "attention_mask" in batch else np.zeros(len(label_tokens), dtype=bool)
+        return cls(label_tokens, torch.from_numpy(is_padding))
 
     def expand(self, values: Tensor, name: str) -> Tensor:
         """values of the caller's documents -> [n]. Documents without a label may be missing at the end."""
@@ -197,12 +200,14 @@ def count_policy_step(
     """
     if sequence.routers is not None:
         sequence.routers.expect(len(batches))
-    documents = list(map(_Documents.of_batch, batches))
-    tokens, sequences = sequence.count_over_ranks(
-        sum(int(of_batch.label_tokens.sum()) for of_batch in documents),
+    layouts = list(map(Layout.of_batch, batches))
+    documents = list(map(_Documents.of_batch, batches, layouts))
+    step = sequence.begin_step(
+        layouts,
+        sum(layout.num_targets for layout in layouts),
         sum(int((of_batch.label_tokens > 0).sum()) for of_batch in documents),
-        batches=batches,
     )
+    tokens, sequences = step.read()
     if groups is None:
         return PolicyCounts(tokens, sequences, None)
     if len(groups) != len(batches):
@@ -258,12 +263,13 @@ def policy_loss(
     of_documents = {"groups": groups}
     (of_documents if advantages.ndim == 1 else of_tokens)["advantages"] = advantages
     given = {name: values.detach() for name, values in of_tokens.items() if values is not None}
-    _check_tokens(batch, given)
-    documents = _Documents.of_batch(batch)
+    layout = sequence.layout_of(batch)
+    _check_tokens(batch, layout, given)
+    documents = _Documents.of_batch(batch, layout)
     expanded = {name: documents.expand(v.detach(), name) for name, v in of_documents.items() if v is not None}
     _check_same(sequence, {"input_ids": batch["input_ids"], "labels": batch["labels"], **given, **expanded})
 
-    shard = sequence.shard(batch)
+    shard = sequence.place(cut(batch, layout, sequence.dims.sp_rank(sequence.rank)))
     held = {name: sequence.shard_at_labels(values, shard) for name, values in given.items()}
     outputs = sequence.token_outputs(model, shard, policy.temperature)
     document = sequence.documents_of_tokens(shard.layout)
@@ -313,9 +319,10 @@ def _policy_losses(policy: PolicyLoss, log_probs: Tensor, ratio: Tensor, advanta
     return -torch.min(free * advantages, within * advantages), above.long() - below.long()
 
 
-def _check_tokens(batch: Mapping[str, Any], given: Mapping[str, Tensor]) -> None:
+def _check_tokens(batch: Mapping[str, Any], layout: Layout, given: Mapping[str, Tensor]) -> None:
     """Check that values of tokens stand where the labels are: a shift by one would train on the wrong ratios."""
-    unlearnt = (batch["labels"] == IGNORE_INDEX) | (complete_position_ids(batch) == 0).to(batch["labels"].device)
+    unlearnt = (batch["labels"] == IGNORE_INDEX).cpu()
+    unlearnt.view(-1)[layout.cu_seqlens[:-1]] = True
     for name, values in given.items():
         if values.shape != unlearnt.shape:
             raise ValueError(

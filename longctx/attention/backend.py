@@ -15,11 +15,12 @@ from typing import Literal
 
 from longctx.attention.cost import Arrangement, AttentionTime, RingWork, Setup
 from longctx.attention.operator import Schedule
-from longctx.sequence.batch import Attend, AttentionKind, BatchLayout
+from longctx.sequence.batch import Attend, AttentionKind
+from longctx.sequence.layout import Layout
 from longctx.sequence.mesh import SequenceGroups
 
 AttentionOfBatch = Callable[..., Attend]
-"""(layout: BatchLayout, groups: SequenceGroups, kind: AttentionKind, heads_k_stride: int | None = None,
+"""(layout: Layout, groups: SequenceGroups, kind: AttentionKind, heads_k_stride: int | None = None,
 overlap_exchange: bool = False) -> attention.
 
 It serves all layers of the batch whose attention is of this kind. `heads_k_stride` is how many
@@ -27,7 +28,7 @@ key/value heads of a rank travel and are attended at a time; None means the back
 backend that exchanges tokens for heads to exchange some heads while it attends to others.
 """
 
-ScheduleOfBatch = Callable[[BatchLayout, SequenceGroups, AttentionKind], Schedule]
+ScheduleOfBatch = Callable[[Layout, SequenceGroups, AttentionKind], Schedule]
 """(layout, groups, kind) -> schedule, for all layers of the batch whose attention is of this kind."""
 
 
@@ -82,7 +83,7 @@ class Backend:
     """Return the attention of a rank's heads for the sequence-chunked step, which exchanges tokens for heads itself;
     None if the backend does not support this step."""
     has_branches: bool
-    """Whether it computes documents with branches, `BatchLayout.branch_starts`."""
+    """Whether it computes documents with branches, `Layout`."""
     accelerate_degree: str | None
     """The degree of accelerate's ParallelismConfig that selects it, `cp` or `sp`; None if neither does."""
     color: str

@@ -1,4 +1,4 @@
-"""What attends to what in documents with branches (`longctx.packing.branches`), as entries of kernels.
+"""What attends to what in documents with branches (`longctx.sequence.layout`), as entries of kernels.
 
 A branch sees its trunk and the causal part of itself. Entries of one list have each query once, so there are two lists:
 one of segments with themselves, and one of all branches of a document with their trunk. The results are merged.
@@ -19,19 +19,19 @@ import numpy as np
 from torch import Tensor
 
 from longctx.attention.kernels import Entries, add, block_backward, block_forward, merge
-from longctx.packing.branches import Segments
 from longctx.ring.plan import IntArray
 from longctx.sequence.batch import AttentionKind
+from longctx.sequence.layout import Layout
 
 Ranges = list[tuple[int, int, int, int]]
 
 
-def segments_of_tokens(segments: Segments, tokens: IntArray) -> IntArray:
+def segments_of_tokens(segments: Layout, tokens: IntArray) -> IntArray:
     """Return int64 [S], the segment of each of these tokens of the row."""
     return np.searchsorted(segments.bounds, tokens, side="right") - 1
 
 
-def own_entries(segments: Segments, of_token: IntArray, softcap: float | None) -> list[Entries]:
+def own_entries(segments: Layout, of_token: IntArray, softcap: float | None) -> list[Entries]:
     """Return what a rank's tokens see of each other: causal entries of all, then full entries of branches, if any.
 
     Args:
@@ -49,7 +49,7 @@ def own_entries(segments: Segments, of_token: IntArray, softcap: float | None) -
 
 
 def other_entries(
-    segments: Segments, entries: IntArray, of_query: IntArray, of_key: IntArray, softcap: float | None
+    segments: Layout, entries: IntArray, of_query: IntArray, of_key: IntArray, softcap: float | None
 ) -> list[Entries]:
     """Return the parts of entries between two ranks' tokens that branches see. An entry's keys precede its queries.
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from longctx.attention.branches import own_entries, parts_backward, parts_forward, refuse_branches, segments_of_tokens
 from longctx.attention.kernels import Entries, Operator, block_operator
-from longctx.packing.branches import Segments
 from longctx.regions import region
 from longctx.sequence.batch import PLAIN, AttentionKind
+from longctx.sequence.layout import Layout
 
 
 class Schedule(Protocol):
@@ -50,7 +50,7 @@ class LocalSchedule:
         ValueError: for windows or chunks in documents that branch.
     """
 
-    def __init__(self, cu_seqlens: np.ndarray, kind: AttentionKind = PLAIN, segments: Segments | None = None):
+    def __init__(self, cu_seqlens: np.ndarray, kind: AttentionKind = PLAIN, segments: Layout | None = None):
         self._operators: dict[Hashable, Operator | None] = {}
         boundaries = kind.boundaries(cu_seqlens)
         window = binding_window(kind.window, boundaries)

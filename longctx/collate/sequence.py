@@ -11,7 +11,7 @@ cu_seq_lens     0              3         5             8              11        
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from longctx.data.columns import IGNORE_INDEX
-from longctx.packing.branches import NO_BRANCHES, Segments, branches_of
+from longctx.sequence.layout import Layout, check_branch_starts
 
 _MASKS = ("completion_mask", "assistant_masks")
 
@@ -64,7 +64,7 @@ class SequenceCollator:
                 without the tokens where a `completion_mask` or `assistant_masks` [n] is 0); optional
                 `seq_lengths` [documents], or else `position_ids` [n] that start again at 0 for each document;
                 optional `branch_starts` [branches], where branches of documents begin in the row, see
-                `longctx.packing.branches`.
+                `longctx.sequence.layout`.
                 Other keys are ignored. Lists, NumPy arrays or CPU tensors of integers.
 
         Returns:
@@ -87,11 +87,7 @@ class SequenceCollator:
         """
         if not examples:
             raise ValueError("no examples to collate; for a rank that ran out of data use collator.empty()")
-        rows = [_read_row(example, number) for number, example in enumerate(examples)]
-        packed = self.padding_free or any(len(row.seq_lengths) > 1 for row in rows)
-        if self.padding_free:
-            rows = [_join_rows(rows)]
-        return self._fill(rows, packed=packed)
+        return self.with_layout(examples)[0]
 
     def empty(self) -> dict[str, Any]:
         """Return a batch of padding alone, [1, S] with S the multiple (at least 2 tokens), every label -100.
@@ -99,38 +95,39 @@ class SequenceCollator:
         With it, a data-parallel rank without rows, while others have some, takes part in every collective and adds
         nothing to the loss. The padding is one segment, so that no attention kernel meets a fully masked row.
         """
-        nothing = np.zeros(0, dtype=np.int64)
-        return self._fill([_Row(nothing, nothing, nothing)], packed=True, least=2)
+        return self.with_layout([])[0]
 
-    def _fill(self, rows: list[_Row], *, packed: bool, least: int = 1) -> dict[str, Any]:
-        """Write rows into tensors [B, S] and pad them on the right."""
-        widths = [len(row.input_ids) for row in rows]
-        multiple = self.pad_to_multiple_of
-        length = -(-max(*widths, least) // multiple) * multiple
-        input_ids, labels, position_ids = (torch.empty(len(rows), length, dtype=torch.int64) for _ in range(3))
-        ids_BS, labels_BS, positions_BS = input_ids.numpy(), labels.numpy(), position_ids.numpy()
-        segments, branches = [], []
-        for b, (row, width) in enumerate(zip(rows, widths, strict=True)):
-            ids_BS[b, :width] = row.input_ids
-            ids_BS[b, width:] = self.pad_token_id
-            labels_BS[b, :width] = row.labels
-            labels_BS[b, width:] = IGNORE_INDEX
-            lengths = row.seq_lengths if width == length else np.append(row.seq_lengths, length - width)
-            starts = np.cumsum(lengths) - lengths
-            labels_BS[b, starts] = IGNORE_INDEX
-            np.subtract(np.arange(length), np.repeat(starts, lengths), out=positions_BS[b])
-            if len(row.branch_starts):
-                labels_BS[b, row.branch_starts] = IGNORE_INDEX
-                positions_BS[b] = Segments.of(np.append(starts, length), row.branch_starts).position_ids()
-            branches.append(b * length + row.branch_starts)
-            segments.append(lengths)
+    def with_layout(self, examples: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], Layout]:
+        """Return the batch of rows as a call does, or `empty` without rows, and where its documents lie."""
+        rows = [_read_row(example, number) for number, example in enumerate(examples)]
+        lengths = [len(row.input_ids) for row in rows]
+        packed = self.padding_free or any(len(row.seq_lengths) > 1 for row in rows) or not rows
+        if self.padding_free or not rows:
+            rows = [_join_rows(rows)]
+        widths = np.array([len(row.input_ids) for row in rows])
+        width = -(-max(*widths, 1 if examples else 2) // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        input_ids = torch.full((len(rows), width), self.pad_token_id, dtype=torch.int64)
+        labels = torch.full((len(rows), width), IGNORE_INDEX, dtype=torch.int64)
+        starts, branches = [], []
+        for b, row in enumerate(rows):
+            input_ids[b, : widths[b]] = torch.from_numpy(row.input_ids.astype(np.int64))
+            labels[b, : widths[b]] = torch.from_numpy(row.labels.astype(np.int64))
+            of_row = np.append(0, np.cumsum(row.seq_lengths))
+            starts.append(b * width + of_row[of_row < width])
+            branches.append(b * width + row.branch_starts)
+        labels.view(-1)[np.concatenate((*starts, *branches))] = IGNORE_INDEX
+        documents, branch_starts = np.concatenate(starts), np.concatenate(branches)
+        layout = Layout.of_documents(
+            input_ids, labels, documents, branch_starts=branch_starts, row_lengths=widths, lengths=lengths
+        )
+        position_ids = torch.from_numpy(layout.position_ids()).view(len(rows), width)
         batch: dict[str, Any] = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
-        if sum(map(len, branches)):
-            batch["branch_starts"] = torch.from_numpy(np.concatenate(branches))
+        if len(branch_starts):
+            batch["branch_starts"] = torch.from_numpy(branch_starts)
         if packed:
-            return batch | _varlen_arguments(np.concatenate(segments))
-        mask = torch.arange(length)[None] < torch.tensor(widths)[:, None]
-        return batch | {"attention_mask": mask.to(torch.int64)}
+            return batch | _varlen_arguments(layout.cu_seqlens), layout
+        mask = torch.from_numpy(layout.real_tokens()).view(len(rows), width)
+        return batch | {"attention_mask": mask.to(torch.int64)}, layout
 
 
 @dataclass(frozen=True)
@@ -138,23 +135,22 @@ class _Row:
     input_ids: NDArray[np.integer]  # [n]
     labels: NDArray[np.integer]  # [n], document starts not masked yet
     seq_lengths: NDArray[np.int64]  # [documents], none of them 0
-    branch_starts: NDArray[np.int64] = field(default_factory=lambda: NO_BRANCHES)
+    branch_starts: NDArray[np.int64]  # [branches]
 
 
 def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= least
 
 
-def _varlen_arguments(segments: NDArray[np.int64]) -> dict[str, Any]:
-    """Return what transformers' flash attention needs in place of a mask, from the segments' lengths [segments]."""
-    borders = np.concatenate(([0], np.cumsum(segments)))
+def _varlen_arguments(borders: NDArray[np.int64]) -> dict[str, Any]:
+    """Return what transformers' flash attention needs in place of a mask, from the segments' borders [segments + 1]."""
     if borders[-1] > np.iinfo(np.int32).max:
         raise ValueError(
             f"the batch has {borders[-1]} tokens, more than 32-bit cu_seq_lens can count "
             f"({np.iinfo(np.int32).max}); use fewer sequences per batch"
         )
     cu_seq_lens = torch.from_numpy(borders.astype(np.int32))
-    longest = int(segments.max())
+    longest = int(np.diff(borders).max())
     return {
         "use_cache": False,
         "cu_seq_lens_q": cu_seq_lens,
@@ -165,13 +161,13 @@ def _varlen_arguments(segments: NDArray[np.int64]) -> dict[str, Any]:
 
 
 def _join_rows(rows: list[_Row]) -> _Row:
-    lengths = [len(row.input_ids) for row in rows]
-    starts = np.cumsum(lengths) - lengths
+    nothing = np.zeros(0, dtype=np.int64)
+    starts = np.cumsum([0, *(len(row.input_ids) for row in rows)])
     return _Row(
-        np.concatenate([row.input_ids for row in rows]),
-        np.concatenate([row.labels for row in rows]),
-        np.concatenate([row.seq_lengths for row in rows]),
-        np.concatenate([row.branch_starts + start for row, start in zip(rows, starts, strict=True)]),
+        np.concatenate([nothing, *(row.input_ids for row in rows)]),
+        np.concatenate([nothing, *(row.labels for row in rows)]),
+        np.concatenate([nothing, *(row.seq_lengths for row in rows)]),
+        np.concatenate([nothing, *(row.branch_starts + start for row, start in zip(rows, starts, strict=False))]),
     )
 
 
@@ -190,7 +186,9 @@ def _read_row(example: Mapping[str, Any], number: int) -> _Row:
                 "Tokenise without padding; the collator pads"
             )
     lengths = _seq_lengths(example, number, len(input_ids))
-    return _Row(input_ids, _labels(example, number, input_ids), lengths, branches_of(example.get("branch_starts")))
+    branches = np.asarray(example.get("branch_starts", ()), dtype=np.int64)
+    check_branch_starts(branches, np.cumsum(lengths) - lengths, len(input_ids))
+    return _Row(input_ids, _labels(example, number, input_ids), lengths, branches)
 
 
 def _labels(example: Mapping[str, Any], number: int, input_ids: NDArray[np.integer]) -> NDArray[np.integer]:

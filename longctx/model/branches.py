@@ -1,4 +1,4 @@
-"""Which models compute documents that share a beginning exactly, see `longctx.packing.branches`."""
+"""Which models compute documents that share a beginning exactly, see `longctx.sequence.layout`."""
 
 from __future__ import annotations
 

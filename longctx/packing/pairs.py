@@ -2,7 +2,7 @@
 
 pairs of sides (4 3) (2 2) (3 1), capacity 8, "bfd"  ->  packs  4 3 | 2 2 3 1
 
-Where the sides share their prompt, a pair is one document with two branches (`longctx.packing.branches`): its prompt
+Where the sides share their prompt, a pair is one document with two branches (`longctx.sequence.layout`): its prompt
 without the last token, then the rest of each side.
 """
 
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from longctx.data.sides import Sides
 
-from .branches import Segments
 from .dataset import PackedDataset
 from .overlong import OVERLONG, PackingReport, plan_packing
 from .plan import Packing
@@ -65,13 +64,13 @@ class PairedDataset(PackedDataset):
             row["reference"] = self.reference[pairs]
         shared = self.shared[pairs]
         if shared.any():
-            pieces = row["seq_lengths"].reshape(-1, 2)
-            begin = np.cumsum(pieces.sum(1)) - pieces.sum(1)
-            second = begin + pieces[:, 0]
+            lengths = row["seq_lengths"]
+            begin, second = (np.cumsum(lengths) - lengths).reshape(-1, 2).T
             starts = np.stack((begin + shared, second), axis=1)[shared > 0].ravel()
-            cu_seqlens = np.sort(np.concatenate((begin, second[shared == 0], [pieces.sum()])))
+            cu_seqlens = np.sort(np.concatenate((begin, second[shared == 0], [lengths.sum()])))
             row |= {"seq_lengths": np.diff(cu_seqlens), "branch_starts": starts}
-            row["position_ids"] = Segments.of(cu_seqlens, starts).position_ids()
+            first = np.stack((begin, second - shared), axis=1).ravel()
+            row["position_ids"] = np.arange(lengths.sum()) - np.repeat(first, lengths)
         return row
 
     def _pieces(self, pieces: slice) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.int64]]:

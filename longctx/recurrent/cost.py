@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from longctx.attention.cost import EXCHANGE_COPIES, Arrangement, Setup
 from longctx.model.recurrent import SEGMENT, RecurrentSizes
 from longctx.recurrent.pieces import Pieces
-from longctx.sequence.batch import BatchLayout
+from longctx.sequence.layout import Layout
 
 FP32_SIZE = 4
 
@@ -82,7 +82,7 @@ def recurrent_time(
     )
 
 
-def prefers_heads(setup: Setup, arrangement: Arrangement, layout: BatchLayout, pieces: Pieces) -> bool:
+def prefers_heads(setup: Setup, arrangement: Arrangement, layout: Layout, pieces: Pieces) -> bool:
     """Return whether ranks had better exchange tokens for heads in a batch. It is the same on all of them."""
     time = recurrent_time(setup, arrangement, layout.num_tokens, pieces)
     return time is not None and time.prefers_heads

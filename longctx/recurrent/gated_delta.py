@@ -42,7 +42,7 @@ from longctx.attention.kernels.entries import upload
 from longctx.model.recurrent import SEGMENT
 from longctx.recurrent.passing import by_piece, incoming_states, run_pieces, select
 from longctx.recurrent.pieces import Pieces
-from longctx.sequence.batch import BatchLayout
+from longctx.sequence.layout import Layout
 from longctx.ulysses.exchange import all_to_all, tokens_to_ranks
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def delta_rule_by_states(
 
 
 def delta_rule_by_heads(
-    rule: Rule, inputs: Sequence[Tensor], layout: BatchLayout, group: dist.ProcessGroup | None
+    rule: Rule, inputs: Sequence[Tensor], layout: Layout, group: dist.ProcessGroup | None
 ) -> Tensor:
     """Compute the rule over all tokens, for this rank's heads, with an exchange before and after: -> [1, s, V, E]."""
     lengths = np.diff(layout.cu_seqlens)
@@ -181,7 +181,7 @@ def _to_heads(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]
     return [x.unflatten(1, share.shape[2:]) for x, share in zip(rows.split(widths, dim=1), shares, strict=True)]
 
 
-def _in_order(parts: Sequence[Tensor], layout: BatchLayout, *, back: bool) -> list[Tensor]:
+def _in_order(parts: Sequence[Tensor], layout: Layout, *, back: bool) -> list[Tensor]:
     """Each [S, ...] from the order of the ranks' shards to that of the whole row, or back."""
     if layout.plan is None:
         return list(parts)

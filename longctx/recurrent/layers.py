@@ -23,7 +23,8 @@ from longctx.recurrent.gated_delta import DeltaHeads, check_delta_rule, delta_ru
 from longctx.recurrent.mamba2 import mamba2_by_states
 from longctx.recurrent.passing import convolve_pieces
 from longctx.recurrent.pieces import Pieces
-from longctx.sequence.batch import AttentionContext, BatchLayout, refuse_uncut
+from longctx.sequence.batch import AttentionContext, refuse_uncut
+from longctx.sequence.layout import Layout
 from longctx.upstream.transformers_internals import attention_implementation, decoder_of, replace_forward, with_names
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -33,7 +34,7 @@ MAMBA2_SCAN = "mamba2_chunk_scan"
 MAMBA2_IN_ONE = "mamba2_split_conv1d_scan_combined"
 """transformers' names of the functions that mix tokens, the same in the modules of all models."""
 
-PrefersHeads = Callable[[BatchLayout, Pieces], bool]
+PrefersHeads = Callable[[Layout, Pieces], bool]
 """Whether the ranks exchange tokens for heads in the gated delta rules of a batch; else states pass between them."""
 
 DOCUMENTS_KEYWORD = "seq_idx"

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from longctx.sequence.batch import BatchLayout
+from longctx.sequence.layout import Layout
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -42,7 +42,7 @@ class Pieces:
     _table: _Table
 
     @classmethod
-    def of(cls, layout: BatchLayout, rank: int) -> Pieces:
+    def of(cls, layout: Layout, rank: int) -> Pieces:
         """Return the pieces of rank `rank` of the sequence group."""
         table = _Table.of(layout)
         own = np.flatnonzero(table.rank == rank)
@@ -114,7 +114,7 @@ class _Table:
     cu_seqlens: np.ndarray
 
     @classmethod
-    def of(cls, layout: BatchLayout) -> _Table:
+    def of(cls, layout: Layout) -> _Table:
         position = np.arange(layout.num_tokens) if layout.plan is None else layout.plan.permutation
         is_new = np.zeros(layout.num_tokens, bool)
         is_new[:: layout.local_length] = True

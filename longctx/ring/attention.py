@@ -28,12 +28,12 @@ from longctx.attention.branches import (
 )
 from longctx.attention.kernels import Entries, block_backward, block_forward, merge
 from longctx.attention.operator import Schedule, attend, binding_window
-from longctx.packing.branches import Segments
 from longctx.regions import region
 from longctx.ring.plan import RingPlan
 from longctx.ring.transport import TRANSPORTS, Transport, check_shard, fuse, split
 from longctx.ring.window import WindowSchedule
 from longctx.sequence.batch import PLAIN, AttentionKind
+from longctx.sequence.layout import Layout
 
 
 def ring_attention(
@@ -82,7 +82,7 @@ def ring_schedule(
     transport: str = "p2p",
     heads_k_stride: int | None = None,
     kind: AttentionKind = PLAIN,
-    segments: Segments | None = None,
+    segments: Layout | None = None,
 ) -> Schedule:
     """Return the schedule that `ring_attention` runs with these arguments. All layers of a batch can share it.
 
@@ -122,7 +122,7 @@ class RingSchedule:
         transport: type[Transport],
         heads_k_stride: int | None = None,
         softcap: float | None = None,
-        segments: Segments | None = None,
+        segments: Layout | None = None,
     ):
         self.plan, self.heads_k_stride = plan, heads_k_stride
         shard = plan.shard(dist.get_rank(group))

@@ -10,13 +10,14 @@ from longctx.attention.cost import Arrangement, Setup
 from longctx.attention.operator import Schedule, attend
 from longctx.ring.attention import ring_schedule
 from longctx.ring.cost import gather_passes, ring_passes
-from longctx.sequence.batch import Attend, AttentionKind, BatchLayout
+from longctx.sequence.batch import Attend, AttentionKind
+from longctx.sequence.layout import Layout
 from longctx.sequence.mesh import SequenceGroups
 from longctx.ulysses import exchanged_attention
 
 
 def ring_schedule_of(
-    layout: BatchLayout,
+    layout: Layout,
     groups: SequenceGroups,
     kind: AttentionKind,
     *,
@@ -44,7 +45,7 @@ ring_attention_of = partial(exchanged_attention, ring_schedule_of)
 
 
 def _gather_attention_of(
-    layout: BatchLayout,
+    layout: Layout,
     groups: SequenceGroups,
     kind: AttentionKind,
     heads_k_stride: int | None = None,

@@ -176,7 +176,7 @@ def _sizes(prepared: PreparedRun, model) -> list[Line]:
 def first_step_batches(trainer: SequenceTrainer, dp_rank: int) -> list[dict[str, torch.Tensor]]:
     """Return the uncut micro-batches that data-parallel rank `dp_rank` sees in the first optimizer step."""
     step = islice(trainer.micro_batches(dp_rank), trainer.args.gradient_accumulation_steps)
-    return [trainer.data_collator(rows) for rows in step if rows]
+    return [trainer.data_collator.whole(rows) for rows in step if rows]
 
 
 def _compare_first_step(trainer: SequenceTrainer, run: Run) -> Exactness:

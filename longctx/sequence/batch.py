@@ -1,4 +1,4 @@
-"""The types that are passed between stages after collation.
+"""What the model is given of a batch that was cut.
 
 Shape legend: B rows of S tokens are flattened to one row of T = B·S tokens; each of P ranks holds T/P of them.
 """
@@ -6,54 +6,14 @@ Shape legend: B rows of S tokens are flattened to one row of T = B·S tokens; ea
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx.packing.branches import NO_BRANCHES, Segments
-from longctx.ring.plan import RingPlan
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class BatchLayout:
-    """Where the documents of a batch lie, and which rank of a sequence group holds which token."""
-
-    shape: tuple[int, int]
-    """(B, S) of the batch before it was flattened."""
-    cu_seqlens: np.ndarray
-    """int64 [n + 1]: boundaries of documents and padding in the flattened row, from 0 to T."""
-    sp: int
-    """Ranks that share the row."""
-    plan: RingPlan | None
-    """The ring's plan of the cut; None if every rank holds a contiguous slice."""
-    branch_starts: np.ndarray = field(default_factory=lambda: NO_BRANCHES)
-    """int64 [b]: where branches of documents begin in the flattened row, see `longctx.packing.branches`."""
-
-    @cached_property
-    def segments(self) -> Segments | None:
-        """The trunks, branches and whole documents; None if no document branches."""
-        return Segments.of(self.cu_seqlens, self.branch_starts) if len(self.branch_starts) else None
-
-    @property
-    def document_of_token(self) -> np.ndarray:
-        """int64 [T]: the number of each token's document, branches counted as documents and trunks to their first."""
-        if self.segments is not None:
-            return np.repeat(self.segments.answers, np.diff(self.segments.bounds))
-        return np.repeat(np.arange(len(self.cu_seqlens) - 1), np.diff(self.cu_seqlens))
-
-    @property
-    def num_tokens(self) -> int:
-        """T, padding included."""
-        return self.shape[0] * self.shape[1]
-
-    @property
-    def local_length(self) -> int:
-        """T/P, the tokens each rank holds."""
-        return self.num_tokens // self.sp
+from longctx.sequence.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +81,7 @@ class AttentionContext:
 
     def __init__(
         self,
-        layout: BatchLayout,
+        layout: Layout,
         group: dist.ProcessGroup | None,
         make: Callable[[AttentionKind], Attend],
         schedule: Callable[[AttentionKind], Any] | None = None,
@@ -190,7 +150,7 @@ class ShardedBatch:
     """Keywords for the model: `input_ids` and `position_ids` int64 [1, T/P], `use_cache`, `sequence`."""
     shift_labels: Tensor
     """int64 [1, T/P]: the token that follows each input token in its document; −100 where nothing is learnt."""
-    layout: BatchLayout
+    layout: Layout
     """Puts per-token results back in order."""
     context: AttentionContext
     """The object passed as `sequence`."""

@@ -1,7 +1,8 @@
-"""Checks that a batch can be cut exactly, and that all ranks of a sequence group cut the same one."""
+"""Checks that all ranks of a sequence group have the same batches, and the message that counts a step."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,74 +12,11 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from longctx.data import IGNORE_INDEX, DataError
-from longctx.packing.branches import branches_of
+from longctx.data import DataError
 from longctx.ranks.agreement import gather_objects
 from longctx.regions import region
+from longctx.sequence.layout import Layout
 from longctx.sequence.mesh import ParallelDims
-from longctx.sequence.shard import complete_position_ids, is_right_padding, real_tokens
-
-_UNREAD = ("inputs_embeds", "past_key_values", "cache", "pixel_values", "seq_idx")
-"""Inputs of transformers' models that `shard` does not read."""
-
-
-def check_batch(batch: Mapping[str, Any], dims: ParallelDims) -> None:
-    """Check that a batch contains nothing that `shard` would ignore.
-
-    Raises:
-        ValueError: for inputs that are not read, documents given by `cu_seq_lens_q` alone, a mask that is not right
-            padding, labels on padding, negative labels other than −100, and a `layout` or `lengths` of another batch.
-    """
-    if missing := [name for name in ("input_ids", "labels") if batch.get(name) is None]:
-        raise ValueError(
-            f"the batch has no {missing[0]}, only {', '.join(sorted(map(str, batch)))}. Make it with "
-            "longctx.collate.SequenceCollator."
-        )
-    unread = [name for name in _UNREAD if batch.get(name) is not None]
-    if (types := batch.get("token_type_ids")) is not None and types.any():
-        unread.append("token_type_ids")
-    if unread:
-        raise ValueError(f"the batch has {unread[0]}, which is not supported: only input_ids are cut. Leave it out.")
-    if batch.get("cu_seq_lens_q") is not None and batch.get("position_ids") is None:
-        raise ValueError(
-            "the batch has cu_seq_lens_q without position_ids, which say here where documents begin. Collate with "
-            "longctx.collate.SequenceCollator, or with return_position_ids=True."
-        )
-    _check_layout(batch, dims)
-    _check_mask(batch)
-    labels, real = batch["labels"], real_tokens(batch)
-    if ((labels < 0) & (labels != IGNORE_INDEX)).any():
-        lowest = int(labels[labels != IGNORE_INDEX].min())
-        raise ValueError(f"labels hold {lowest}. Mark tokens that are not learnt by -100.")
-    if real is not None and (stray := int(((labels != IGNORE_INDEX) & ~real.to(labels.device)).sum())):
-        raise ValueError(f"{stray} labels stand on padding (by attention_mask or lengths). Set them to -100.")
-
-
-def _check_layout(batch: Mapping[str, Any], dims: ParallelDims) -> None:
-    """Refuse a plan that was made for other degrees or another batch."""
-    if (layout := batch.get("layout")) is None:
-        return
-    starts = branches_of(batch.get("branch_starts")).tolist()
-    planned = layout.sp, layout.shape, layout.branch_starts.tolist()
-    if planned != (dims.sp, tuple(batch["input_ids"].shape), starts):
-        raise ValueError(
-            f"the batch's layout is of sp {layout.sp} and {layout.shape} tokens, with {len(layout.branch_starts)} "
-            f"branches, and the batch has sp {dims.sp}, {tuple(batch['input_ids'].shape)} tokens and {len(starts)} "
-            "branches. Leave layout out, or plan it for this batch."
-        )
-
-
-def _check_mask(batch: Mapping[str, Any]) -> None:
-    """Refuse a mask beside `position_ids` that is not right padding, since positions alone decide attention."""
-    mask = batch.get("attention_mask")
-    if mask is None or batch.get("position_ids") is None:
-        return
-    if mask.shape != batch["labels"].shape or not is_right_padding(mask):
-        raise ValueError(
-            f"attention_mask of shape {tuple(mask.shape)} beside position_ids must be [B, S], and ones followed by "
-            "zeros in every row (right padding): position_ids alone say which tokens a document has. Set "
-            "padding_side='right', or make the batch with longctx.collate.SequenceCollator."
-        )
 
 
 def check_world_size(dims: ParallelDims) -> None:
@@ -99,10 +37,12 @@ def digests_of_ranks(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | N
     return everyone
 
 
-def check_same_batch(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+def check_same_batch(digest: int, group: dist.ProcessGroup | None) -> None:
     """Check that all ranks of a sequence group have cut the same batch. The ranks call it together."""
-    everyone = digests_of_ranks(tensors, group)
-    if (number := len({tuple(digests.values()) for digests in everyone})) > 1:
+    everyone = [0] * dist.get_world_size(group)
+    with region("wait", "communication"):
+        dist.all_gather_object(everyone, digest, group=group)
+    if (number := len(set(everyone))) > 1:
         raise ValueError(
             f"the {len(everyone)} ranks of a sequence group have cut {number} different batches. They share every "
             "sequence: give a DataLoader's sampler the data-parallel rank and size, dims.dp_rank(rank) and dims.dp, "
@@ -110,36 +50,60 @@ def check_same_batch(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | N
         )
 
 
-class SameStep:
-    """Shows, by a term of a sum over all ranks, whether the ranks of a sequence group have the same micro-batches."""
+class StepCounts:
+    """The message of an optimizer step: counts of each sequence group, and a digest of its ranks' micro-batches.
 
-    def __init__(self, batches: Sequence[Mapping[str, Any]], dims: ParallelDims, rank: int) -> None:
-        self.dims, self.digest = dims, _digest(batches) if dims.sp > 1 else 0
-        self.term = self.digest * (dims.sp - 1 if dims.sp_rank(rank) == 0 else -1)
-        """An integer. Those of a group add up to 0 if its ranks have the same digest."""
+    It is one maximum over all ranks on the host, which travels while the device works on the step before.
 
-    def check(self, total: int) -> None:
-        """Check the sum of the terms. All ranks call it together.
+    Args:
+        layouts: of this rank's micro-batches, which the ranks of a sequence group share.
+        counts: what the group has counted in them, at least 0.
+        group: of all ranks, for host tensors; None for one process.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        counts: Sequence[int],
+        dims: ParallelDims,
+        rank: int,
+        group: dist.ProcessGroup | None,
+    ):
+        self._dims, self._rank = dims, rank
+        self._digest = xxhash.xxh3_64_intdigest(repr([layout.digest for layout in layouts]).encode()) >> 2
+        self._table = torch.full((dims.dp, len(counts) + 2), -(1 << 62), dtype=torch.int64)
+        self._table[dims.dp_rank(rank)] = torch.tensor([*counts, self._digest, -self._digest])
+        self._work = None
+        if group is not None:
+            self._work = dist.all_reduce(self._table, dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def read(self) -> list[int]:
+        """Return the sums of the counts over all sequence groups, after waiting for the message.
 
         Raises:
-            DataError: with the first rank whose batches are not those of its group.
+            DataError: on all ranks, if those of any group do not have the same batches, with the first such rank.
         """
-        if total:
-            digests = gather_objects(self.digest)
-            firsts = [rank - self.dims.sp_rank(rank) for rank in range(len(digests))]
+        if self._work is not None:
+            with region("wait", "communication"):
+                self._work.wait()
+        *counts, highest, lowest = self._table.T.tolist()
+        if any(high != -low for high, low in zip(highest, lowest, strict=True)):
+            digests = gather_objects(self._digest)
+            firsts = [rank - self._dims.sp_rank(rank) for rank in range(len(digests))]
             rank, first = next(pair for pair in enumerate(firsts) if digests[pair[0]] != digests[pair[1]])
             raise DataError(
                 f"rank {rank} has other batches in this step than rank {first}, and the ranks of a "
                 "sequence group share every sequence. Use data and a chat template that give the same on every rank; "
                 "in a training loop of your own, give the DataLoader's sampler dims.dp_rank(rank) and dims.dp."
             )
+        return [sum(of_groups) for of_groups in counts]
 
 
-def _digest(batches: Sequence[Mapping[str, Any]]) -> int:
-    """Return 40 bits of a digest of tokens, labels and positions, so that int64 holds sums over millions of ranks."""
-    state = xxhash.xxh3_64()
-    for batch in batches:
-        for values in (batch["input_ids"], batch["labels"], complete_position_ids(batch)):
-            state.update(repr(values.shape).encode())
-            state.update(values.cpu().contiguous().numpy().data)
-    return int(state.intdigest()) >> 24
+@functools.lru_cache(maxsize=1)
+def host_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of all ranks that takes host tensors. All ranks call it together."""
+    if "nccl" not in (config := dist.get_backend_config()) or "gloo" in config:
+        return world
+    device: Any = world
+    timeout = device._get_backend(torch.device("cuda")).options._timeout
+    return dist.new_group(backend="gloo", timeout=timeout)

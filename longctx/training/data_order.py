@@ -1,6 +1,6 @@
 """The rows that each data-parallel rank reads in each micro-batch of each optimizer step, and their collators.
 
-The collators add to a batch its layout over ranks, its token counts and the position in a stream.
+The collators cut a rank's part out of the batch of its rows, and add the position in a stream.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import islice, repeat
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -23,11 +23,11 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_in
 from longctx.collate import SequenceCollator
 from longctx.data import DataError
 from longctx.packing import PackedStream, PackingReport, balanced_order, shuffled_order, spread_step
-from longctx.packing.branches import branches_of
 from longctx.regions import region
 from longctx.ring.planner import TimeOfPlan
+from longctx.sequence.layout import Layout
 from longctx.sequence.mesh import ParallelDims
-from longctx.sequence.shard import complete_position_ids, plan_batch
+from longctx.sequence.shard import Shard, cut
 
 
 class StepSampler(Sampler[list[int]]):
@@ -264,11 +264,13 @@ class StepStream(IterableDataset):
         return None if num_rows < (self.rows_per_step if self.drop_last else 1) else mine
 
 
-class PlanningCollator:
-    """Adds the batch's `layout`, the rows' `lengths` without padding, their sum `num_tokens`, and what `also` returns
-    for rows and batch, in a data loader's worker.
+class ShardCollator:
+    """Makes one rank's part of the batch of some rows, in a data loader's worker: it plans the cut, and cuts.
 
     A rank without rows gets only padding.
+
+    Args:
+        also: what a training method adds, of rows, the whole batch, its layout and the rank's number in its group.
     """
 
     def __init__(
@@ -278,29 +280,37 @@ class PlanningCollator:
         rank: int,
         *,
         time_of: TimeOfPlan | None = None,
-        also: Callable[[list[dict[str, Any]], dict[str, Any]], dict[str, Any]] | None = None,
+        also: Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any], Layout, int], dict[str, Any]] | None = None,
     ):
-        self.collator, self.dims, self.rank, self.time_of, self.also = collator, dims, rank, time_of, also
+        self.collator, self.dims, self.sp_rank, self.time_of, self.also = (
+            collator,
+            dims,
+            dims.sp_rank(rank),
+            time_of,
+            also,
+        )
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, rows: list[dict[str, Any]]) -> Shard:
         with region("pack"):
-            batch = self.collator(rows) if rows else self.collator.empty()
-            if self.also is not None:
-                batch |= self.also(rows, batch)
-            sp_rank = self.dims.sp_rank(self.rank)
-            positions, branches = complete_position_ids(batch), branches_of(batch.get("branch_starts"))
-            layout = plan_batch(positions, self.dims, sp_rank, time_of=self.time_of, branch_starts=branches)
-        lengths = [len(row["input_ids"]) for row in rows]
-        return batch | {"layout": layout, "lengths": lengths, "num_tokens": sum(lengths)}
+            batch, layout = self.collator.with_layout(rows)
+            layout = layout.spread(self.dims, self.time_of)
+            if layout.plan is not None:
+                layout.plan.shard(self.sp_rank // self.dims.ulysses)  # planned here, and not in the first layer
+            extras = {} if self.also is None else self.also(rows, batch, layout, self.sp_rank)
+            return cut(batch, layout, self.sp_rank, extras)
+
+    def whole(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the batch before it is cut, for a computation on one device."""
+        return self.collator(rows) | {"lengths": [len(row["input_ids"]) for row in rows]}
 
 
 class StreamCollator:
     """Adds the state of the stream as `stream_read`, from a data loader's worker too."""
 
-    def __init__(self, collator: PlanningCollator):
+    def __init__(self, collator: ShardCollator):
         self.collator = collator
 
-    def __call__(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        if micro_batch.rows is None:  # the Trainer skips an empty batch
-            return {}
-        return self.collator(micro_batch.rows) | {"stream_read": micro_batch._replace(rows=[])}
+    def __call__(self, micro_batch: MicroBatch) -> Shard | None:
+        if micro_batch.rows is None:  # which the Trainer skips
+            return None
+        return replace(self.collator(micro_batch.rows), stream_read=micro_batch._replace(rows=[]))

@@ -143,7 +143,7 @@ class EvaluatingMixin(ResumableMixin):
         """Add one batch to the sums; the evaluation loop has nothing to average."""
         with torch.no_grad(), self.compute_loss_context_manager():
             shard, outputs = self._forward(model, inputs)
-            _, extra = self.objective.measure(shard, outputs, inputs)
+            _, extra = self.objective.measure(shard, outputs, inputs.extras)
         self._token_means.add(
             shift_labels=shard.shift_labels,
             losses=outputs.losses,
@@ -153,7 +153,7 @@ class EvaluatingMixin(ResumableMixin):
         )
         if self._predictions is not None:
             whole = self.sequence.unshard(outputs.log_probs, shard.layout).float().cpu().numpy()
-            self._predictions.append(log_probs_of_rows(whole, inputs["lengths"]))
+            self._predictions.append(log_probs_of_rows(whole, inputs.layout.lengths))
         return None, None, None
 
 

@@ -24,8 +24,8 @@ from longctx.layers.routers import Routers
 from longctx.model.allow_list import has_experts, has_windows, head_sizes
 from longctx.model.recurrent import recurrent_sizes
 from longctx.regions import PARTS, clock
-from longctx.sequence.batch import BatchLayout
 from longctx.sequence.host_tensors import send
+from longctx.sequence.shard import Shard
 from longctx.training.peak_memory import GIB, PeakMemory
 
 
@@ -73,7 +73,9 @@ class StepMetrics:
         """Peaks of all ranks at the last reading."""
         self.seconds: dict[str, list[float]] = {}
         """Seconds of each of PARTS on all ranks, between the last two readings."""
-        self._sums = torch.zeros(len(self._names), dtype=torch.float64, device=self.device)
+        self._known: list[float] = []
+        self._sums = torch.zeros(0)
+        self.sums = torch.zeros(len(self._names), dtype=torch.float64)
         self.start()
 
     def start(self) -> None:
@@ -84,46 +86,47 @@ class StepMetrics:
     def add(
         self,
         *,
-        layout: BatchLayout,
-        num_tokens: int,
-        shift_labels: Tensor,
+        shard: Shard,
         correct: Tensor,
         entropy: Tensor,
         extra: Tensor | None = None,
     ) -> None:
-        """Count one micro-batch.
+        """Count one micro-batch. What the host knows costs the device nothing.
 
         Args:
-            layout: layout of the whole batch.
-            num_tokens: tokens of the whole batch, without padding.
-            shift_labels, correct, entropy: values of this rank's tokens, [1, T/P]; all but the labels are 0 where
-                nothing is learnt.
+            shard: this rank's part of the batch, as the data loader made it.
+            correct, entropy: values of this rank's tokens, [1, T/P], 0 where nothing is learnt.
             extra: float64 [extra], this rank's part of the further sums.
         """
+        layout = shard.layout
         self.longest_row = max(self.longest_row, layout.num_tokens)
+        repeated = 0 if layout.segments is None else layout.num_repeated()
+        of_group = sum(layout.lengths or ()), layout.num_tokens, repeated
+        own = *(count / self.sp for count in of_group), len(shard.learnt), layout.work(self.sp_rank)
+        self._known = [total + count for total, count in zip(self._known, own, strict=True)]
         self._sums += torch.stack(
-            [
-                self._number(num_tokens / self.sp),
-                self._number(layout.num_tokens / self.sp),
-                (shift_labels != IGNORE_INDEX).sum().double(),
-                correct.sum().double(),
-                entropy.detach().sum().double(),
-                self._number(0 if layout.segments is None else layout.segments.num_repeated() / self.sp),
-                *(() if extra is None else extra),
-                self._number(attention_work(layout, self.sp_rank)),
-            ]
+            [correct.sum().double(), entropy.detach().sum().double(), *(() if extra is None else extra)]
         )
         if self.experts is not None:
             self.experts.add()
 
-    def _number(self, value: float) -> Tensor:
-        """Return a float64 [] on the device, written by a kernel, since the host would wait for a copy."""
-        return torch.full((), value, dtype=torch.float64, device=self.device)
+    @property
+    def sums(self) -> Tensor:
+        """float64 [sums] in the order of their names: of the host and of the device."""
+        tokens, padded, repeated, labels, work = send(torch.tensor(self._known, dtype=torch.float64), self.device)
+        correct, entropy, *extra = self._sums
+        return torch.stack((tokens, padded, labels, correct, entropy, repeated, *extra, work))
+
+    @sums.setter
+    def sums(self, values: Tensor) -> None:
+        tokens, padded, labels, _, _, repeated, *_, work = values.tolist()
+        self._known = [tokens, padded, repeated, labels, work]
+        self._sums = torch.cat((values[3:5], values[6:-1])).to(self.device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's sums since the last `read`, and the run's totals."""
         return {
-            "sums": self._sums.tolist(),
+            "sums": self.sums.tolist(),
             "total_tokens": self.total_tokens,
             "longest_row": self.longest_row,
             "elapsed": time.perf_counter() - self._started,
@@ -141,7 +144,7 @@ class StepMetrics:
             before = states[0]
         self._started = time.perf_counter() - before.get("elapsed", 0.0)
         clock.reset(before.get("seconds"))
-        self._sums = sums.to(self.device)
+        self.sums = sums
         if self.experts is not None and all("experts" in state for state in states):
             self.experts.restore([state["experts"] for state in states], rank)
         self.total_tokens = states[0]["total_tokens"]
@@ -159,7 +162,7 @@ class StepMetrics:
 
     def tokens_so_far(self) -> int:
         """Return `num_tokens`, including those since the last `read`. Called by all ranks together."""
-        sums = dict(zip(self._names, _gather(self._sums).sum(0).tolist(), strict=True))
+        sums = dict(zip(self._names, _gather(self.sums).sum(0).tolist(), strict=True))
         return self.total_tokens + round(sums["tokens"] + sums["repeated_tokens"])
 
     def read(self) -> dict[str, float | None]:
@@ -168,7 +171,7 @@ class StepMetrics:
         self._started += seconds
         clock.reset()
         own = send(torch.tensor([parts[part] for part in PARTS], dtype=torch.float64), self.device)
-        values, memory = self._gather_with_memory(torch.cat((self._sums, own)))
+        values, memory = self._gather_with_memory(torch.cat((self.sums, own)))
         ranks, of_parts = values.tensor_split((len(self._names),), dim=1)
         self.seconds = dict(zip(PARTS, of_parts.T.tolist(), strict=True))
         shares = {part: sum(times) / (float(of_parts.sum()) or 1.0) for part, times in self.seconds.items()}
@@ -178,7 +181,7 @@ class StepMetrics:
         flops = self.flops_per_token * total["tokens"] + self.flops_per_pair * total["work"]
         labels = max(total["label_tokens"], 1)
         gib = [peak / GIB for peak in memory.allocated] if memory.has_devices else None
-        self._sums.zero_()
+        self.sums = torch.zeros(len(self._names), dtype=torch.float64)
         return {
             "num_tokens": self.total_tokens,
             "tokens_per_second": total["tokens"] / seconds,
@@ -303,20 +306,6 @@ class TokenMeans:
             return means
         aux_loss = self._routers.loss_of(*_gather(self._experts).sum(0))
         return means | {"loss": means["loss"] + self._routers.coefficient * aux_loss, "aux_loss": aux_loss}
-
-
-def attention_work(layout: BatchLayout, sp_rank: int) -> float:
-    """Return the query-key pairs that one rank of the sequence group computes, padding included.
-
-    With branches, a ring's rank has the same part of the pairs as of those by which the ring is planned.
-    """
-    lengths = layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]
-    planned = int((lengths * (lengths + 1) // 2).sum())
-    pairs = planned if layout.segments is None else layout.segments.num_pairs()
-    if layout.plan is None:
-        return pairs / layout.sp
-    ulysses = layout.sp // layout.plan.world_size  # ranks that share the work of one ring rank, by heads
-    return float(layout.plan.area_per_rank[sp_rank // ulysses]) / ulysses * (pairs / planned)
 
 
 def _world_size() -> int:

@@ -10,6 +10,8 @@ from torch import Tensor
 from longctx.layers.loss import TokenOutputs
 from longctx.parallel import SequenceParallel
 from longctx.sequence.batch import ShardedBatch
+from longctx.sequence.layout import Layout
+from longctx.sequence.shard import Shard
 
 Metrics = dict[str, float]
 
@@ -31,26 +33,37 @@ class Objective:
         self.model_options: Mapping[str, Any] = {"label_smoothing": label_smoothing}
         """Keywords for the model besides those of the batch; see `longctx.layers.loss.fuse_head`."""
 
-    def collate(self, rows: Sequence[Mapping[str, Any]], batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return further fields of the batch that these rows make. It runs in a worker of the data loader."""
+    def collate(
+        self, rows: Sequence[Mapping[str, Any]], batch: Mapping[str, Any], layout: Layout, sp_rank: int
+    ) -> dict[str, Any]:
+        """Return what this rank's part of the batch of these rows has besides its tokens.
+
+        It runs in a worker of the data loader.
+
+        Args:
+            batch: all of it, as `SequenceCollator` makes it.
+            layout: of the batch, spread over the ranks.
+            sp_rank: this rank's number in its sequence group.
+        """
         return {}
 
-    def count(self, batches: Sequence[Mapping[str, Any]]) -> Any:
-        """Return the denominators of the loss of an optimizer step, of whose micro-batches this rank has these.
+    def counts(self, shards: Sequence[Shard]) -> tuple[int, ...]:
+        """Return what the denominators of an optimizer step are summed from, of this rank's micro-batches."""
+        return (sum(shard.layout.num_targets for shard in shards),)
 
-        Called by all ranks together. The result is false if the step has nothing to learn.
-        """
-        return self.sequence.count_label_tokens(batches)
+    def denominators(self, sums: Sequence[int]) -> Any:
+        """Return the denominators from the sums of `counts` over all sequence groups; false if nothing is learnt."""
+        return sums[0]
 
     def measure(
-        self, shard: ShardedBatch, outputs: TokenOutputs, batch: Mapping[str, Any]
+        self, shard: ShardedBatch, outputs: TokenOutputs, extras: Mapping[str, Any]
     ) -> tuple[Any, Tensor | None]:
         """Return what `loss` takes, differentiable, and float64 [sums], this rank's part of `sums`.
 
         Args:
             shard: this rank's part of the batch.
             outputs: of the model for these tokens.
-            batch: the whole micro-batch, with what `collate` has added.
+            extras: what `collate` returned for it.
         """
         return outputs.losses, None
 

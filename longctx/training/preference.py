@@ -18,11 +18,11 @@ from torch import Tensor
 
 from longctx.data import IGNORE_INDEX
 from longctx.layers.loss import TokenOutputs
-from longctx.packing.branches import Segments, branches_of
 from longctx.parallel import SequenceParallel
 from longctx.sequence.batch import ShardedBatch
 from longctx.sequence.host_tensors import send
-from longctx.sequence.shard import document_bounds, shard_tokens
+from longctx.sequence.layout import PADDING, TRUNK, Layout
+from longctx.sequence.shard import Shard, shard_tokens
 from longctx.settings.dpo import LOSS_FLAGS, uses_reference
 from longctx.training.objective import Metrics, Objective
 
@@ -163,7 +163,7 @@ class PairsOfBatch(NamedTuple):
     equal: Tensor
     """bool [n]: pairs of equal answers, of which rounding alone would prefer one."""
     weights: Tensor | None
-    """fp32 [B, S]: of every label's log-probability, at the token before it; None if all are 1."""
+    """fp32 [1, T/P]: of the log-probability of this rank's labels, each at the token before it; None if all are 1."""
 
 
 class PreferenceLoss(Objective):
@@ -199,26 +199,30 @@ class PreferenceLoss(Objective):
         for name, weight in zip(flags["loss_type"], weights, strict=True):
             self.weights[name] = self.weights.get(name, 0.0) + weight
 
-    def collate(self, rows: Sequence[Mapping[str, Any]], batch: Mapping[str, Any]) -> dict[str, Any]:
+    def collate(
+        self, rows: Sequence[Mapping[str, Any]], batch: Mapping[str, Any], layout: Layout, sp_rank: int
+    ) -> dict[str, Any]:
         """Return `pairs`, a `PairsOfBatch`. The batch is one row, and its only padding follows the documents."""
-        sides = sides_of_batch(batch, sum(len(row["input_ids"]) for row in rows))
+        sides = sides_of_batch(layout)
         learnt, ids = ([tokens[0, side].numpy() for side in sides] for tokens in (batch["labels"], batch["input_ids"]))
         learnt = [labels != IGNORE_INDEX for labels in learnt]
         targets = np.array([np.count_nonzero(side) for side in learnt], dtype=np.float64).reshape(-1, 2)
         equal = [np.array_equal(*pair) for pair in zip(ids[::2], ids[1::2], strict=True)]
         references = [row["reference"] for row in rows if "reference" in row]
-        weights = (
-            None if self.flags["ld_alpha"] is None else _tail_weights(learnt, sides, batch, self.flags["ld_alpha"])
-        )
         reference = torch.from_numpy(np.concatenate([np.zeros((0, 2)), *references]))
         known = reference if len(references) == len(rows) else None
+        weights = None
+        if (alpha := self.flags["ld_alpha"]) is not None:
+            weights = shard_tokens(_tail_weights(learnt, sides, layout, alpha), layout, sp_rank).contiguous()
         return {"pairs": PairsOfBatch(known, torch.from_numpy(targets), torch.tensor(equal, dtype=torch.bool), weights)}
 
-    def count(self, batches: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
-        """Return the step's pairs and the tokens of their chosen answers; None without pairs."""
-        pairs = sum(len(batch["pairs"].lengths) for batch in batches)
-        tokens = sum(int(batch["pairs"].lengths[:, 0].sum()) for batch in batches)
-        pairs, tokens = self.sequence.count_over_ranks(pairs, tokens, batches=batches)
+    def counts(self, shards: Sequence[Shard]) -> tuple[int, ...]:
+        """Return the pairs and the tokens of their chosen answers."""
+        lengths = [shard.extras["pairs"].lengths for shard in shards]
+        return sum(map(len, lengths)), sum(int(of_batch[:, 0].sum()) for of_batch in lengths)
+
+    def denominators(self, sums: Sequence[int]) -> tuple[int, int] | None:
+        pairs, tokens = sums
         return (pairs, tokens) if pairs else None
 
     def document_sums(self, shard: ShardedBatch, outputs: TokenOutputs, pairs: PairsOfBatch) -> Tensor:
@@ -231,17 +235,16 @@ class PreferenceLoss(Objective):
         log_probs = -outputs.losses
         weighted = log_probs
         if pairs.weights is not None:
-            sp_rank = self.sequence.dims.sp_rank(self.sequence.rank)
-            weighted = log_probs * send(shard_tokens(pairs.weights, shard.layout, sp_rank), log_probs.device)
+            weighted = log_probs * send(pairs.weights, log_probs.device)
         weighted = _summable(weighted)
         of_logs = (values for values in (outputs.mean_logits, outputs.is_top1) if values is not None)
         values = torch.stack((weighted, log_probs.double(), *of_logs), dim=-1)
         sums = self.sequence.sum_over_documents(values, shard.layout)[: 2 * len(pairs.lengths)]
         return sums.view(-1, 2, values.shape[-1])
 
-    def measure(self, shard: ShardedBatch, outputs: TokenOutputs, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def measure(self, shard: ShardedBatch, outputs: TokenOutputs, extras: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the sums of the pairs' losses and of the chosen tokens' losses, [2], and float64 [sums]."""
-        host = batch["pairs"]
+        host = extras["pairs"]
         sums = self.document_sums(shard, outputs, host)
         reference, lengths = torch.zeros_like(sums[..., 0]), send(host.lengths, sums.device)
         if uses_reference(self.flags):
@@ -310,21 +313,13 @@ def _summable(values: Tensor) -> Tensor:
     return values + ((values * 2**30).round() / 2**30 - values).detach()
 
 
-def sides_of_batch(batch: Mapping[str, Any], num_tokens: int) -> list[slice]:
-    """Return where the sides of pairs lie in a batch, in order: those with the prompt, and those after a shared one.
-
-    Args:
-        num_tokens: tokens before the padding.
-    """
-    cu_seqlens = document_bounds(batch["position_ids"][0].numpy())
-    segments = Segments.of(cu_seqlens, branches_of(batch.get("branch_starts")))
-    are_sides = ~segments.are_trunks & (segments.bounds[:-1] < num_tokens)
-    return [slice(*bounds) for bounds, is_side in zip(pairwise(segments.bounds), are_sides, strict=True) if is_side]
+def sides_of_batch(layout: Layout) -> list[slice]:
+    """Return where the sides of pairs lie in a batch, in order: those with the prompt, and those after a shared one."""
+    are_sides = (layout.kind != TRUNK) & (layout.kind != PADDING)
+    return [slice(*bounds) for bounds, is_side in zip(pairwise(layout.bounds), are_sides, strict=True) if is_side]
 
 
-def _tail_weights(
-    learnt: Sequence[np.ndarray], sides: Sequence[slice], batch: Mapping[str, Any], alpha: float
-) -> Tensor:
+def _tail_weights(learnt: Sequence[np.ndarray], sides: Sequence[slice], layout: Layout, alpha: float) -> Tensor:
     """Return fp32 [1, S]: alpha where an answer is longer than its pair's other one, else 1 (LD-DPO).
 
     A label's weight stands at the token before it.
@@ -333,7 +328,7 @@ def _tail_weights(
         learnt: bool [tokens] of each side, which tokens are labels.
         sides: where each lies.
     """
-    weights = np.ones(batch["labels"].shape[1], dtype=np.float32)
+    weights = np.ones(layout.num_tokens, dtype=np.float32)
     labels = [side.start + np.flatnonzero(are_labels) for side, are_labels in zip(sides, learnt, strict=True)]
     for chosen, rejected in zip(labels[::2], labels[1::2], strict=True):
         both = min(len(chosen), len(rejected))

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from longctx.data import IGNORE_INDEX
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.allow_list import auxiliary_loss_coefficient
-from longctx.sequence.shard import complete_position_ids, real_tokens
+from longctx.sequence.layout import PADDING, Layout
 
 GIB = 2**30
 
@@ -66,7 +66,7 @@ def single_device_step(
     Args:
         model: the model before `parallelize`, with one of transformers' own attention implementations.
         batches: the uncut micro-batches of the step, from all data-parallel ranks. With an auxiliary loss, they say
-            which tokens are padding: see `longctx.sequence.shard.real_tokens`.
+            which tokens are padding: see `longctx.sequence.layout.Layout.of_batch`.
 
     Returns:
         The mean loss over the step's label tokens, and the norm of its gradient, which is left in the parameters.
@@ -122,9 +122,8 @@ def documents_of(batch: Mapping[str, Tensor], *, padding: bool = True) -> list[t
     Args:
         padding: whether to include what the batch says is padding, as a document of its own.
     """
-    starts = (complete_position_ids(batch).reshape(-1) == 0).nonzero().flatten().tolist()
-    bounds = [*starts, batch["input_ids"].numel()]
+    layout = Layout.of_batch(batch)
+    begins_padding = (layout.kind == PADDING)[~layout.is_branch]
     ids, labels = batch["input_ids"].reshape(-1), batch["labels"].reshape(-1)
-    real = None if padding else real_tokens(batch)
-    kept = torch.ones(len(ids), dtype=torch.bool) if real is None else real.reshape(-1)
-    return [(ids[a:b], labels[a:b]) for a, b in pairwise(bounds) if kept[a]]
+    bounds = zip(pairwise(layout.cu_seqlens.tolist()), begins_padding, strict=True)
+    return [(ids[a:b], labels[a:b]) for (a, b), is_padding in bounds if padding or not is_padding]

@@ -25,6 +25,7 @@ from longctx.launch.console import Line, show
 from longctx.packing import PairedDataset
 from longctx.ranks.agreement import broadcast_object, gather_objects
 from longctx.ranks.watchdog import phase
+from longctx.sequence.shard import Shard
 from longctx.settings.dpo import uses_reference
 from longctx.training.data_order import StepSampler
 from longctx.training.fingerprint import column_arrays, digest
@@ -121,12 +122,12 @@ class ReferencedPreferenceLoss(PreferenceLoss):
         return result
 
     @phase("reference")
-    def _batch_sums(self, trainer: Any, model: nn.Module, batch: dict[str, Any]) -> NDArray[np.float64]:
+    def _batch_sums(self, trainer: Any, model: nn.Module, batch: Shard) -> NDArray[np.float64]:
         """Return float64 [pairs of the batch, 2]."""
         with torch.no_grad(), trainer.compute_loss_context_manager():
-            shard = self.sequence.shard(batch)
+            shard = self.sequence.place(batch)
             outputs = self.sequence.token_outputs(model, shard)  # without what the log of training reads
-            return self.document_sums(shard, outputs, batch["pairs"])[..., 0].cpu().numpy()
+            return self.document_sums(shard, outputs, batch.extras["pairs"])[..., 0].cpu().numpy()
 
 
 def adapters_off(model: nn.Module) -> AbstractContextManager[Any]:

@@ -46,7 +46,7 @@ from longctx.parallel import SequenceParallel
 from longctx.ranks.watchdog import phase
 from longctx.regions import clock, region
 from longctx.sequence.batch import ShardedBatch
-from longctx.sequence.shard import check_outputs
+from longctx.sequence.shard import Shard, check_outputs
 from longctx.training.beforehand import check_before_training, check_own_trainer
 from longctx.training.callbacks import (
     EpochByRows,
@@ -56,7 +56,7 @@ from longctx.training.callbacks import (
     StopOnSignal,
     StreamEntry,
 )
-from longctx.training.data_order import MicroBatch, PlanningCollator, StepSampler, StepStream, StreamCollator
+from longctx.training.data_order import MicroBatch, ShardCollator, StepSampler, StepStream, StreamCollator
 from longctx.training.engines import saved_buffers_handed_on
 from longctx.training.evaluation import EvaluatingMixin
 from longctx.training.exactness import Exactness
@@ -156,7 +156,7 @@ class SequenceMixin(EvaluatingMixin):
         if data_collator is None:
             tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
             data_collator = SequenceCollator(tokenizer.pad_token_id, sequence.dims.multiple, padding_free=True)
-        self.data_collator = PlanningCollator(
+        self.data_collator = ShardCollator(
             data_collator, sequence.dims, sequence.rank, time_of=sequence.time_of_plan, also=objective.collate
         )
         self.step_metrics = StepMetrics(
@@ -323,7 +323,12 @@ class SequenceMixin(EvaluatingMixin):
 
         The Trainer calls this once in an optimizer step, with all of its micro-batches, which are not cut yet.
         """
-        counts = self.objective.count(batch_samples)
+        step = self.sequence.begin_step(
+            [shard.layout for shard in batch_samples], *self.objective.counts(batch_samples)
+        )
+        if self.sequence.routers is not None:
+            self.sequence.routers.expect(len(batch_samples))
+        counts = self.objective.denominators(step.read())
         self.has_seen_labels |= bool(counts)
         self._uncounted = batch_samples
         return counts
@@ -343,27 +348,21 @@ class SequenceMixin(EvaluatingMixin):
 
     @phase("forward")
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        self.stream_read = inputs.pop("stream_read", self.stream_read)
+        self.stream_read = inputs.stream_read
         if self._uncounted:
             self.sequence.count_experts(model, self._uncounted)
             self._uncounted = []
         shard, outputs = self._forward(model, inputs)
-        terms, extra = self.objective.measure(shard, outputs, inputs)
+        terms, extra = self.objective.measure(shard, outputs, inputs.extras)
         loss = self.objective.loss(terms, num_items_in_batch)
         assert outputs.is_top1 is not None, "the head returns it unless it is told not to"
-        self.step_metrics.add(
-            layout=shard.layout,
-            num_tokens=inputs["num_tokens"],
-            shift_labels=shard.shift_labels,
-            correct=outputs.is_top1,
-            entropy=outputs.entropy,
-            extra=extra,
-        )
+        self.step_metrics.add(shard=inputs, correct=outputs.is_top1, entropy=outputs.entropy, extra=extra)
         return (loss, outputs) if return_outputs else loss
 
-    def _forward(self, model, inputs: dict[str, Any]) -> tuple[ShardedBatch, TokenOutputs]:
+    def _forward(self, model, inputs: Shard) -> tuple[ShardedBatch, TokenOutputs]:
         """Return this rank's part of the batch, and the model's outputs for its tokens."""
-        shard = self.sequence.shard(inputs)
+        with region("shard"):
+            shard = self.sequence.place(inputs)
         outputs = model(
             **shard.inputs,
             shift_labels=shard.shift_labels,
@@ -439,9 +438,9 @@ class SequenceMixin(EvaluatingMixin):
         self.step_metrics.read_memory()
         return output
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+    def floating_point_ops(self, inputs: Shard) -> float:
         """Return this rank's share; transformers would count the weights only that ZeRO-3 has gathered just then."""
-        return 6 * inputs["input_ids"].numel() * self._num_weights / self.sequence.dims.sp
+        return 6 * inputs.input_ids.numel() * self._num_weights
 
 
 class SequenceTrainer(SequenceMixin, Trainer):

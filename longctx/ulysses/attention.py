@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.attention.operator import LocalSchedule, Schedule, attend
-from longctx.sequence.batch import PLAIN, Attend, AttentionKind, BatchLayout
+from longctx.sequence.batch import PLAIN, Attend, AttentionKind
+from longctx.sequence.layout import Layout
 from longctx.sequence.mesh import SequenceGroups
 from longctx.ulysses.exchange import exchange_attention
 from longctx.ulysses.head_chunks import HeadChunks
@@ -61,8 +62,8 @@ def ulysses_attention(
 
 
 def exchanged_attention(
-    schedule_of: Callable[[BatchLayout, SequenceGroups, AttentionKind], Schedule],
-    layout: BatchLayout,
+    schedule_of: Callable[[Layout, SequenceGroups, AttentionKind], Schedule],
+    layout: Layout,
     groups: SequenceGroups,
     kind: AttentionKind,
     heads_k_stride: int | None = None,

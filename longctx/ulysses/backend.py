@@ -9,13 +9,14 @@ from longctx.attention.backend import Backend, KeyValues
 from longctx.attention.cost import Arrangement, Setup
 from longctx.attention.operator import LocalSchedule
 from longctx.ring.cost import ring_passes
-from longctx.sequence.batch import AttentionKind, BatchLayout
+from longctx.sequence.batch import AttentionKind
+from longctx.sequence.layout import Layout
 from longctx.sequence.mesh import SequenceGroups
 from longctx.ulysses.attention import exchanged_attention
 from longctx.ulysses.exchange import heads_message
 
 
-def _schedule_of(layout: BatchLayout, groups: SequenceGroups, kind: AttentionKind) -> LocalSchedule:
+def _schedule_of(layout: Layout, groups: SequenceGroups, kind: AttentionKind) -> LocalSchedule:
     return LocalSchedule(layout.cu_seqlens, kind, layout.segments)
 
 

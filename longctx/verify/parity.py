@@ -238,7 +238,7 @@ def probe(model: torch.nn.Module, trainer: SequenceTrainer, sp: int, batches: Ba
     batch = batches[dims.dp_rank(trainer.sequence.rank)][0]
     documents = documents_of(batch)
     with _recorded_attention(model) as lengths:
-        shard = trainer.sequence.shard(_uncut(batch))
+        shard = trainer.sequence.shard(batch)
         logits = model(**shard.inputs).logits
     found = {
         "shard length": _check_lengths(lengths, logits, batch["input_ids"].numel() // sp, trainer),
@@ -269,11 +269,6 @@ def _recorded_attention(model: torch.nn.Module) -> Iterator[list[int]]:
         AttentionInterface.register(NAME, longctx_attention)
         for hook in hooks:
             hook.remove()
-
-
-def _uncut(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch without the plan that was made with it, so that it can be changed."""
-    return {name: value for name, value in batch.items() if name != "layout"}
 
 
 Finding = tuple[str | float, str | float, bool, str]
@@ -315,7 +310,7 @@ def _check_isolation(
     input_ids = batch["input_ids"].clone()
     token = input_ids.view(-1)[bounds[changed] : bounds[changed] + 1]
     token.copy_(torch.where(token > 0, token - 1, token + 1))
-    shard = sequence.shard(_uncut(batch) | {"input_ids": input_ids})
+    shard = sequence.shard({**batch, "input_ids": input_ids})
     before = sequence.unshard(logits, shard.layout).flatten(0, 1)
     after = sequence.unshard(model(**shard.inputs).logits, shard.layout).flatten(0, 1)
     different = [i for i, (a, b) in enumerate(pairwise(bounds)) if not torch.equal(before[a:b], after[a:b])]

@@ -20,13 +20,12 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import longctx
 from longctx.collate import SequenceCollator
-from longctx.packing.branches import Segments, branches_of
 from longctx.parallel import SequenceParallel
 from longctx.recurrent.pieces import Pieces
 from longctx.ring import plan_ring
 from longctx.sequence.batch import AttentionKind, ShardedBatch
-from longctx.sequence.shard import document_starts, is_padding_document, real_tokens
-from longctx.training.data_order import PlanningCollator
+from longctx.sequence.layout import TRUNK, Layout
+from longctx.training.data_order import ShardCollator
 from tests.golden.digests import digest
 
 Batch = dict[str, Any]
@@ -104,14 +103,16 @@ def plan_of(layout: Any) -> list[Any]:
 
 def documents_of(batch: Batch) -> list[Any]:
     """Return where documents and answers begin, which are padding, and the tokens that are not, of an uncut batch."""
-    real = real_tokens(batch)
-    starts, padding = document_starts(batch), is_padding_document(batch)
-    return [starts.nonzero()[:, 0].tolist(), padding.tolist(), None if real is None else real.tolist()]
+    layout = Layout.of_batch(batch)
+    starts = layout.bounds[:-1][np.flatnonzero(np.diff(layout.answers, prepend=-1))]
+    padding = layout.is_padding if "attention_mask" in batch else np.zeros_like(layout.is_padding)
+    rows = None if layout.lengths is None else layout.real_tokens().reshape(layout.shape)
+    return [starts.tolist(), padding.tolist(), None if rows is None else rows.tolist()]
 
 
 def of_trainer(sequence: SequenceParallel, collator: SequenceCollator) -> Callable[[Sequence[Any]], Batch]:
-    """Return what the trainer's data loader collates with: it plans the cut, too."""
-    return PlanningCollator(collator, sequence.dims, sequence.rank, time_of=sequence.time_of_plan)  # type: ignore[return-value]
+    """Return what the trainer's data loader makes of rows before it cuts them."""
+    return ShardCollator(collator, sequence.dims, sequence.rank, time_of=sequence.time_of_plan).whole
 
 
 # --------------------------------------------------------------------------------------------------
@@ -172,8 +173,9 @@ def _branching(random: Random) -> list[Batch]:
             starts += [begin + trunk + sum(answers[:place]) for place in range(len(answers))]
             lengths.append(trunk + sum(answers))
         ids = _tokens(random, sum(lengths))
-        segments = Segments.of(np.append(0, np.cumsum(lengths)), branches_of(starts))
-        trunks = np.repeat(segments.are_trunks, np.diff(segments.bounds))  # in which nothing is learnt
+        tokens = torch.tensor([ids])
+        layout = Layout.of_documents(tokens, tokens, np.cumsum([0, *lengths[:-1]]), branch_starts=starts)
+        trunks = np.repeat(layout.kind == TRUNK, np.diff(layout.bounds))  # in which nothing is learnt
         labels = np.where(trunks, -100, _masked(random, ids)).tolist()
         rows.append({"input_ids": ids, "labels": labels, "seq_lengths": lengths, "branch_starts": starts})
     return rows
@@ -301,7 +303,7 @@ def _batch(sequence: SequenceParallel, number: int, rows: Any, padding_free: boo
         return dict(rows)
     collator = SequenceCollator(1, sequence.dims.multiple, padding_free)
     if number % 2:
-        return of_trainer(sequence, collator)(rows)
+        return of_trainer(sequence, collator)(rows) if rows else collator.empty() | {"lengths": []}
     return collator(rows) if rows else collator.empty()
 
 
@@ -319,7 +321,7 @@ def _of_rank(sequence: SequenceParallel, shard: ShardedBatch) -> dict[str, Any]:
         "plan": plan_of(shard.layout),
         **{name: [_schedule(context, kind) for kind in kinds] for name, kinds in KINDS.items()},
     }
-    if not len(shard.layout.branch_starts):  # which recurrent layers refuse
+    if shard.layout.segments is None:  # which recurrent layers refuse
         facts["pieces"] = pieces_of(shard.layout, sequence.dims.sp_rank(sequence.rank))
     return facts
 
