@@ -5,29 +5,37 @@ from __future__ import annotations
 import io
 import os
 import sys
-
-import torch
+from dataclasses import replace
+from types import SimpleNamespace
 
 import longctx.attention.operator
 import longctx.parallel
 import longctx.run.model
 import longctx.training.data_order
+from longctx.sequence.layout import Layout
+from longctx.sequence.shard import shard_tokens
 from longctx.verify import __main__ as verify
 
 
 def break_documents():
     """All documents of a batch are attended to as one."""
-    plan = longctx.parallel.plan_batch
+    spread = Layout.spread
 
-    def one_document(position_ids, *args, **options):
-        return plan(torch.arange(position_ids.numel())[None].view(position_ids.shape), *args, **options)
+    def one_document(layout, *args):
+        return spread(replace(layout, bounds=layout.bounds[[0, -1]], kind=layout.kind[:1]), *args)
 
-    longctx.parallel.plan_batch = longctx.training.data_order.plan_batch = one_document
+    Layout.spread = one_document
 
 
 def break_labels():
     """Each token predicts itself."""
-    longctx.parallel.shift_labels = lambda labels, position_ids: labels.reshape(1, -1)
+    cut = longctx.parallel.cut
+
+    def unshifted(batch, layout, sp_rank, *args):
+        labels = shard_tokens(batch["labels"], layout, sp_rank)
+        return replace(cut(batch, layout, sp_rank, *args), labels=labels, learnt=(labels[0] != -100).nonzero()[:, 0])
+
+    longctx.parallel.cut = longctx.training.data_order.cut = unshifted
 
 
 def break_loss():
@@ -37,8 +45,8 @@ def break_loss():
 
 def break_count():
     """Each rank counts the label tokens of its own micro-batches only."""
-    longctx.parallel.SequenceParallel.count_label_tokens = lambda self, batches: sum(
-        int((batch["labels"] != -100).sum()) for batch in batches[:1]
+    longctx.parallel.SequenceParallel.begin_step = lambda self, layouts, *counts: SimpleNamespace(
+        read=lambda: [layouts[0].num_targets]
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from longctx.attention.backends import BACKENDS
-from longctx.sequence.shard import complete_position_ids
+from longctx.sequence.layout import Layout
 from longctx.settings.dpo import DPO
 from longctx.settings.flags import SFT
 from longctx.settings.schema import Method
@@ -197,7 +197,7 @@ def _left_padded_batch() -> str | None:
     """What every set-up does to a batch before it cuts it; the trainer's own batches are padded on the right."""
     ids = torch.zeros(1, 4, dtype=torch.long)
     try:
-        complete_position_ids({"input_ids": ids, "attention_mask": torch.tensor([[0, 1, 1, 1]])})
+        Layout.of_batch({"input_ids": ids, "labels": ids, "attention_mask": torch.tensor([[0, 1, 1, 1]])})
     except ValueError as error:
         return str(error)
     return None

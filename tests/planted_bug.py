@@ -10,13 +10,14 @@ def divide_by_one_more() -> None:
     """With label smoothing, divide the loss by one token too many."""
     from longctx.training.trainer import SequenceTrainer
 
-    count_labels = SequenceTrainer._get_num_items_in_batch
+    get_batch_samples = SequenceTrainer.get_batch_samples
 
-    @functools.wraps(count_labels)
-    def count(self, batch_samples, device):
-        return count_labels(self, batch_samples, device) + (self.args.label_smoothing_factor > 0)
+    @functools.wraps(get_batch_samples)
+    def one_more(self, *args):
+        shards, counts = get_batch_samples(self, *args)
+        return shards, counts + (self.args.label_smoothing_factor > 0)
 
-    SequenceTrainer._get_num_items_in_batch = count
+    SequenceTrainer.get_batch_samples = one_more
 
 
 def never_start() -> None:

@@ -1,13 +1,24 @@
-"""Training as one process would do it, written without longctx: dense attention under a block-diagonal mask."""
+"""Training as one process would do it, without longctx: dense attention under a block-diagonal mask."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 from transformers.trainer_pt_utils import LabelSmoother
+
+from longctx.sequence.layout import Layout
+
+
+def layout_of(cu_seqlens, branch_starts=None, **spread):
+    """The layout of one row with these boundaries of documents; `spread` says over which ranks, and by which plan."""
+    tokens = torch.full((1, int(cu_seqlens[-1])), -100)
+    layout = Layout.of_documents(tokens, tokens, np.asarray(cu_seqlens[:-1]), branch_starts=branch_starts)
+    return dataclasses.replace(layout, **spread)
 
 
 def train_reference(

@@ -12,8 +12,10 @@ import torch.distributed as dist
 import longctx
 from longctx.collate import SequenceCollator
 from longctx.packing import PackedDataset, one_per_bin
+from longctx.sequence.layout import Layout
 from longctx.sequence.mesh import ParallelDims
-from longctx.sequence.shard import complete_position_ids, plan_batch, shard_tokens, shift_labels, unshard_tokens
+from longctx.sequence.shard import cut, shard_tokens, unshard_tokens
+from tests.reference import layout_of
 from tests.workers import run_ranks
 
 LENGTHS = [40, 3, 100, 1, 17, 64, 9]
@@ -33,7 +35,7 @@ def packed_batch(multiple, *, change=None, seed=0):
 def test_cutting_and_joining_are_inverse(ring, ulysses):
     dims = ParallelDims.arrange(ring * ulysses, ring=ring, ulysses=ulysses)
     batch = packed_batch(dims.multiple)
-    layout = plan_batch(complete_position_ids(batch), dims)
+    layout = Layout.of_batch(batch).spread(dims)
     shards = [shard_tokens(batch["input_ids"], layout, rank) for rank in range(dims.sp)]
     assert {tuple(shard.shape) for shard in shards} == {(1, layout.local_length)}
     assert torch.equal(unshard_tokens(torch.cat(shards), layout), batch["input_ids"])
@@ -42,24 +44,29 @@ def test_cutting_and_joining_are_inverse(ring, ulysses):
 def test_labels_are_shifted_within_documents():
     labels = torch.arange(10, 20).reshape(2, 5)
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
-    expected = [[11, 12, -100, 14, -100, -100, 17, 18, 19, -100]]
-    assert shift_labels(labels, positions).tolist() == expected
+    batch = {"input_ids": labels, "labels": labels, "position_ids": positions}
+    layout = Layout.of_batch(batch)
+    shard = cut(batch, layout, 0)
+    assert shard.labels.tolist() == [[11, 12, -100, 14, -100, -100, 17, 18, 19, -100]]
+    assert shard.learnt.tolist() == [0, 1, 3, 6, 7, 8]
+    assert layout.num_targets == 6
 
 
 def test_right_padding_needs_no_positions_and_left_padding_is_refused():
-    batch = {"input_ids": torch.zeros(2, 4, dtype=torch.long), "attention_mask": torch.tensor([[1, 1, 1, 0], [1] * 4])}
-    assert complete_position_ids(batch).tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]
+    tokens = torch.full((2, 4), -100)
+    batch = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.tensor([[1, 1, 1, 0], [1] * 4])}
+    assert Layout.of_batch(batch).position_ids().tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
     batch["attention_mask"] = torch.tensor([[0, 1, 1, 1], [1] * 4])
     with pytest.raises(ValueError, match="right padding"):
-        complete_position_ids(batch)
+        Layout.of_batch(batch)
     with pytest.raises(ValueError, match="must start at 0"):
-        complete_position_ids({"input_ids": batch["input_ids"], "position_ids": torch.tensor([[1, 0, 1, 2]] * 2)})
+        Layout.of_batch({"input_ids": tokens, "labels": tokens, "position_ids": torch.tensor([[1, 0, 1, 2]] * 2)})
 
 
 def test_a_length_that_cannot_be_cut_evenly_is_refused():
     dims = ParallelDims.arrange(4, ring=4)
     with pytest.raises(ValueError, match="pad_to_multiple_of=8"):
-        plan_batch(torch.arange(12)[None], dims)
+        layout_of([0, 12]).spread(dims)
 
 
 def outputs_of_documents(change):
@@ -270,5 +277,5 @@ def test_rows_of_packed_data_can_be_collated_and_cut():
     documents = Dataset.from_dict({"input_ids": [list(range(3, 3 + n)) for n in LENGTHS]})
     rows = PackedDataset(documents, one_per_bin(np.array(LENGTHS)))
     batch = SequenceCollator(pad_token_id=0, pad_to_multiple_of=4)([rows[0], rows[4]])
-    layout = plan_batch(complete_position_ids(batch), ParallelDims.arrange(2, ring=2))
+    layout = Layout.of_batch(batch).spread(ParallelDims.arrange(2, ring=2))
     assert layout.cu_seqlens.tolist() == [0, 40, 57, 80]

@@ -13,8 +13,8 @@ from transformers import AutoModelForSequenceClassification, DynamicCache, Llama
 import longctx
 from longctx.attention.interface import longctx_attention
 from longctx.model.tiny import tiny_model
+from longctx.sequence.layout import Layout
 from longctx.sequence.mesh import ParallelDims
-from longctx.sequence.shard import complete_position_ids, plan_batch
 from tests.workers import run_ranks
 
 LENGTH = 16
@@ -76,10 +76,12 @@ def test_right_padding_may_come_with_positions(parallelized):
 
 def test_a_layout_of_another_batch_is_refused(parallelized):
     batch = batch_of(position_ids=POSITIONS)
-    for dims, shape in ((ParallelDims.arrange(2, ulysses=2), POSITIONS), (ParallelDims.arrange(1), POSITIONS[:, :8])):
-        with pytest.raises(ValueError, match="layout is of sp"):
-            parallelized[1].shard(batch | {"layout": plan_batch(shape, dims)})
-    parallelized[1].shard(batch | {"layout": plan_batch(complete_position_ids(batch), ParallelDims.arrange(1))})
+    layout, other = Layout.of_batch(batch), Layout.of_batch(batch | {"labels": batch["labels"].flip(1)})
+    with pytest.raises(ValueError, match="layout is of ring 1 × ulysses 2"):
+        parallelized[1].shard(batch | {"layout": layout.spread(ParallelDims.arrange(2, ulysses=2))})
+    with pytest.raises(ValueError, match="layout is of another batch"):
+        parallelized[1].shard(batch | {"layout": other})
+    parallelized[1].shard(batch | {"layout": layout})
 
 
 def test_what_is_said_beside_a_cut_batch_is_refused(parallelized):

@@ -257,8 +257,8 @@ class Layout:
         if self.sp > 1:
             if (self.ring, self.ulysses) != (dims.ring, dims.ulysses):
                 raise ValueError(
-                    f"the batch's layout is of ring {self.ring} × ulysses {self.ulysses}, and the batch is cut for ring "
-                    f"{dims.ring} × ulysses {dims.ulysses}. Leave layout out, or plan it for these degrees."
+                    f"the batch's layout is of ring {self.ring} × ulysses {self.ulysses}, and the batch is cut for "
+                    f"ring {dims.ring} × ulysses {dims.ulysses}. Leave layout out, or plan it for these degrees."
                 )
             return self
         if self.num_tokens % dims.multiple:
@@ -358,8 +358,8 @@ def _real_by_mask(batch: Mapping[str, Any]) -> NDArray[np.bool_]:
     alone = batch.get("position_ids") is None and batch.get("cu_seq_lens_q") is None
     if alone and (len(shape) != 2 or (mask.long() > 1).any()):
         raise ValueError(
-            f"attention_mask of shape {shape} must be [B, S] with the values 0 and 1 where a batch has no position_ids. "
-            "Give position_ids that restart at 0 with every document."
+            f"attention_mask of shape {shape} must be [B, S] with the values 0 and 1 where a batch has no "
+            "position_ids. Give position_ids that restart at 0 with every document."
         )
     real = mask.cpu().bool().numpy()
     if shape == batch["labels"].shape and not (real[:, 1:] & ~real[:, :-1]).any():

@@ -27,6 +27,7 @@ from longctx.forecast.expected_step import ExpectedStep
 from longctx.launch.console import say
 from longctx.launch.terminal import INTERRUPTED
 from longctx.packing import PackingReport
+from longctx.sequence.checks import host_group
 from longctx.settings.flags import STEPS_BEFORE_PROFILE
 from longctx.training.data_order import MicroBatch, StepSampler
 from longctx.training.peak_memory import GIB
@@ -156,12 +157,11 @@ class StopOnSignal(TrainerCallback):
     kernel or a collective before it returns to Python.
 
     Args:
-        device: of the tensor by which the ranks agree.
         prints: whether this rank prints that a signal has come.
     """
 
-    def __init__(self, device: torch.device, *, prints: bool):
-        self.device, self.prints = device, prints
+    def __init__(self, *, prints: bool):
+        self.prints = prints
         self.stopped_by: signal.Signals | None = None
         self._received = 0
         self._step, self._step_seconds, self._since = 0, 0.0, 0.0
@@ -180,8 +180,8 @@ class StopOnSignal(TrainerCallback):
         self._step, self._step_seconds, self._since = state.global_step, now - self._since, now
         received = self._received
         if dist.is_initialized():
-            agreed = torch.tensor(received, device=self.device)
-            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+            agreed = torch.tensor(received)
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=host_group(dist.group.WORLD))  # waits for no device
             received = int(agreed)
         if received and self.stopped_by is None:
             self.stopped_by = signal.Signals(received)

@@ -46,6 +46,7 @@ from longctx.parallel import SequenceParallel
 from longctx.ranks.watchdog import phase
 from longctx.regions import clock, region
 from longctx.sequence.batch import ShardedBatch
+from longctx.sequence.checks import StepCounts
 from longctx.sequence.shard import Shard, check_outputs
 from longctx.training.beforehand import check_before_training, check_own_trainer
 from longctx.training.callbacks import (
@@ -133,7 +134,10 @@ class SequenceMixin(EvaluatingMixin):
         self.costs, self.data_identity = costs, data_identity
         self.on_nonfinite, self.base_config = on_nonfinite, base_config
         self._tag_names = ("trl", objective.tag, "longctx")
-        self._uncounted: list[dict[str, Any]] = []
+        self._iterator: Iterator[Shard] | None = None
+        self._coming: tuple[list[Shard], StepCounts, Exception | None]
+        """The step that was last read from `_iterator`, as of `_read_step`."""
+        self._uncounted: list[Shard] = []
         """The micro-batches of a step that has begun, before their routers' choices are counted."""
         self._memory_warnings = MemoryWarnings()
         self._outputs_checked = False
@@ -185,7 +189,7 @@ class SequenceMixin(EvaluatingMixin):
         if report is not None:
             self.add_callback(PackingEntry(report, mixture))
         self.add_callback(ScheduleGoesOn(self))
-        self.stop_on_signal = StopOnSignal(sequence.device, prints=sequence.rank == 0)
+        self.stop_on_signal = StopOnSignal(prints=sequence.rank == 0)
         self.add_callback(self.stop_on_signal)
 
     def mixture_read(self) -> tuple[SourceReport, ...]:
@@ -304,9 +308,38 @@ class SequenceMixin(EvaluatingMixin):
         return self.args.train_batch_size * self.sequence.dims.dp * args.gradient_accumulation_steps
 
     @phase("reading data")
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        with region("data", "data"):
-            return super().get_batch_samples(*args, **kwargs)
+    def get_batch_samples(self, epoch_iterator: Iterator[Shard], num_batches: int, device: torch.device) -> Any:
+        """Return a step's micro-batches and its denominators, and send the message of the step after it.
+
+        That message travels while this step is computed. What goes wrong in reading the next step is an error of that
+        step, so that this one is trained and saved.
+        """
+        if self._iterator is not epoch_iterator:
+            self._iterator, self._coming = epoch_iterator, self._read_step(epoch_iterator)
+        shards, message, error = self._coming
+        if error is not None:
+            raise error
+        if self.state.global_step + 1 < self.state.max_steps:
+            self._coming = self._read_step(epoch_iterator)
+        assert len(shards) == num_batches, f"a step has {len(shards)} of its {num_batches} micro-batches"
+        counts = self.objective.denominators(message.read())
+        self.has_seen_labels |= bool(counts)
+        self._uncounted = shards
+        if self.sequence.routers is not None:
+            self.sequence.routers.expect(len(shards))
+        return shards, counts
+
+    def _read_step(self, epoch_iterator: Iterator[Shard]) -> tuple[list[Shard], StepCounts, Exception | None]:
+        """Return the next step's micro-batches, none after an epoch's last one, its message, and what went wrong."""
+        shards: list[Shard] = []
+        error: Exception | None = None
+        try:
+            with region("data", "data"):
+                shards = list(islice(epoch_iterator, self.args.gradient_accumulation_steps))
+        except Exception as wrong:  # the other ranks expect a message all the same
+            error = wrong
+        layouts = [shard.layout for shard in shards]
+        return shards, self.sequence.begin_step(layouts, *self.objective.counts(shards)), error
 
     @phase("saving")
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -317,21 +350,6 @@ class SequenceMixin(EvaluatingMixin):
         super()._save(output_dir, state_dict=state_dict)
         if self.base_config is not None and self.is_world_process_zero():
             self.base_config.save_pretrained(output_dir or self.args.output_dir)
-
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
-        """Return the loss's denominators for `num_items_in_batch` of `compute_loss`.
-
-        The Trainer calls this once in an optimizer step, with all of its micro-batches, which are not cut yet.
-        """
-        step = self.sequence.begin_step(
-            [shard.layout for shard in batch_samples], *self.objective.counts(batch_samples)
-        )
-        if self.sequence.routers is not None:
-            self.sequence.routers.expect(len(batch_samples))
-        counts = self.objective.denominators(step.read())
-        self.has_seen_labels |= bool(counts)
-        self._uncounted = batch_samples
-        return counts
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return inputs  # cut on the CPU first; only this rank's part goes to the device

@@ -347,7 +347,7 @@ def _check_denominator(trainer: SequenceTrainer, shard: Any, logits: Tensor, bat
     expected_count = sum(
         int((labels[1:] != IGNORE_INDEX).sum()) for of_rank in batches for b in of_rank for _, labels in documents_of(b)
     )
-    count = trainer._get_num_items_in_batch([dict(batch) for batch in own], sequence.device)
+    count = sequence.count_label_tokens(own)
     summed = F.cross_entropy(
         logits.flatten(0, 1).double(), shard.shift_labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,13 +17,14 @@ from longctx.attention.kernels.entries import Entries
 from longctx.attention.operator import varlen_attention
 from longctx.model.tiny import tiny_config
 from longctx.packing.lookahead import LookAhead
-from longctx.sequence.batch import AttentionContext, AttentionKind, BatchLayout
+from longctx.sequence.batch import AttentionContext, AttentionKind
+from longctx.sequence.layout import Layout
 from longctx.sequence.mesh import ParallelDims
-from longctx.sequence.shard import complete_position_ids
 from longctx.settings.machine_checks import LARGEST_INT32, check_row_length
-from longctx.training.metrics import StepMetrics, attention_work
+from longctx.training.metrics import StepMetrics
 from longctx.training.trainer import SequenceTrainer
 from tests.attention.test_attention import KINDS, dense_attention, make_inputs, relative_error, sharded_case, subgroups
+from tests.reference import layout_of
 from tests.workers import run_ranks
 
 TOLERANCE = 1e-12  # fp64; a token too many or too few changes the first digits
@@ -126,13 +128,13 @@ def test_the_last_row_that_kernels_can_count():
 
 @pytest.mark.parametrize("positions", [[0, 1, 3], [0, 2, 3], [0, 1, 1], [0, 1, -1], [1, 2, 3]])
 def test_positions_that_do_not_count_up_are_refused(positions):
-    batch = {"input_ids": torch.zeros(2, 3, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 0], positions])}
+    tokens = torch.zeros(2, 3, dtype=torch.long)
     with pytest.raises(ValueError, match="position_ids must start at 0"):
-        complete_position_ids(batch)
+        Layout.of_batch({"input_ids": tokens, "labels": tokens, "position_ids": torch.tensor([[0, 1, 0], positions])})
 
 
 def a_context(length):
-    layout = BatchLayout(shape=(1, length), cu_seqlens=np.array([0, length]), sp=1, plan=None)
+    layout = layout_of([0, length])
 
     def make(kind):
         return lambda q, k, v, *, scale, sinks: varlen_attention(q, k, v, layout.cu_seqlens, scale, sinks=sinks)
@@ -192,8 +194,8 @@ def test_the_order_of_the_data_has_a_seed_of_its_own(data_seed, used):
 def test_attention_work_of_a_hybrid_is_that_of_the_ring_rank():
     """Two ring ranks with 10 and 42 pairs, each of two Ulysses ranks, which share them by heads."""
     plan = SimpleNamespace(world_size=2, area_per_rank=np.array([10, 42]))
-    layout = BatchLayout(shape=(1, 16), cu_seqlens=np.array([0, 16]), sp=4, plan=plan)
-    assert [attention_work(layout, rank) for rank in range(4)] == [5, 5, 21, 21]
+    layout = replace(layout_of([0, 16]), ring=2, ulysses=2, plan=plan)
+    assert [layout.work(rank) for rank in range(4)] == [5, 5, 21, 21]
 
 
 @pytest.mark.parametrize(("rank", "tokens"), [(0, 100 + 7 + 5), (1, 100)])

@@ -1,4 +1,4 @@
-"""Documents with branches (`longctx.packing.branches`) against dense attention with the mask of a tree, in fp64.
+"""Documents with branches (`longctx.sequence.layout`) against dense attention with the mask of a tree, in fp64.
 
 The ranks are gloo processes, and their shares cut trunks and branches at many places. Every backend is compared.
 """
@@ -18,13 +18,13 @@ from longctx.attention.backends import BACKENDS
 from longctx.attention.operator import LocalSchedule, attend
 from longctx.collate import SequenceCollator
 from longctx.model.tiny import tiny_model
-from longctx.packing.branches import Segments
 from longctx.policy import PolicyLoss
 from longctx.ring.planner import plan_ring
-from longctx.sequence.batch import PLAIN, AttentionKind, BatchLayout
+from longctx.sequence.batch import PLAIN, AttentionKind
 from longctx.sequence.mesh import SequenceGroups
 from tests.attention.test_attention import TOLERANCE, factorisations, make_inputs, padded, relative_error, subgroups
 from tests.layers.test_log_probs import dense_log_probs, dense_model
+from tests.reference import layout_of
 from tests.workers import run_ranks
 
 HEADS = (8, 2)
@@ -89,9 +89,7 @@ def attention_of(backend, degrees, cu_seqlens, starts, kind, **options):
     ring, ulysses = subgroups(*degrees)
     groups = SequenceGroups(sequence=dist.group.WORLD, ring=ring, ulysses=ulysses if degrees[1] > 1 else None)
     plan = plan_ring(cu_seqlens, degrees[0]) if degrees[0] > 1 else None
-    layout = BatchLayout(
-        shape=(1, int(cu_seqlens[-1])), cu_seqlens=cu_seqlens, sp=world_size, plan=plan, branch_starts=starts
-    )
+    layout = layout_of(cu_seqlens, starts, ring=degrees[0], ulysses=degrees[1], plan=plan)
     order = np.arange(cu_seqlens[-1]) if plan is None else plan.permutation
     mine = torch.from_numpy(order.reshape(world_size, -1)[rank].copy())
     return mine, BACKENDS[backend].attention(layout, groups, kind, **options)
@@ -148,7 +146,7 @@ def test_one_device_equals_dense_attention_over_the_tree(pack, kind):
     *inputs, grad = make_inputs([int(cu_seqlens[-1])], HEADS, torch.float64)
     local = [x[None].requires_grad_() for x in inputs]
     sinks = torch.linspace(-2, 3, HEADS[0], dtype=torch.float64).requires_grad_() if has_sinks else None
-    segments = Segments.of(cu_seqlens, starts)
+    segments = layout_of(cu_seqlens, starts).segments
     schedule = LocalSchedule(cu_seqlens, kind, segments)
     out = attend(schedule, *local, sinks=sinks)
     out.backward(grad[None])
@@ -270,7 +268,7 @@ def test_a_policy_step_on_answers_that_share_prompts_is_that_on_whole_documents(
 
 
 def test_a_batch_has_branches_where_its_rows_have_them():
-    """The example of `longctx.packing.branches`, in the second of two rows, and after it a document as it is."""
+    """The example of `longctx.sequence.layout`, in the second of two rows, and after it a document as it is."""
     row = {"input_ids": [11, 12, 13, 14, 15, 13, 16, 17, 18], "seq_lengths": [7, 2], "branch_starts": [2, 5]}
     for padding_free, start in ((True, 2), (False, 12)):
         batch = SequenceCollator(pad_token_id=0, pad_to_multiple_of=12, padding_free=padding_free)(
@@ -298,7 +296,7 @@ def test_branches_that_a_batch_cannot_have_are_refused():
             sequence.shard(batch | {"branch_starts": torch.tensor(wrong)})
     for kind in (AttentionKind(window=5), AttentionKind(chunk_size=5)):
         with pytest.raises(ValueError, match="documents with branches under attention with window="):
-            LocalSchedule(np.array([0, 9]), kind, Segments.of(np.array([0, 9]), np.array([2, 5])))
+            LocalSchedule(np.array([0, 9]), kind, layout_of([0, 9], [2, 5]))
     sequence.branch_obstacle = "since layers have a sliding window"
     with pytest.raises(ValueError, match=re.escape("documents cannot share their beginnings here, since")):
         sequence.shard(batch)

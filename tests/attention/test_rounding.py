@@ -7,6 +7,7 @@ lie at the middle of two. So kernels, which round a block's results to bf16, giv
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -27,12 +28,14 @@ from longctx.model.tiny import tiny_model
 from longctx.recurrent.layers import delta_rule_layers
 from longctx.ring import plan_ring, ring_attention
 from longctx.ring.attention import ring_schedule
-from longctx.sequence.batch import PLAIN, AttentionKind, BatchLayout
+from longctx.sequence.batch import PLAIN, AttentionKind
+from longctx.sequence.shard import cut
 from longctx.training.metrics import StepMetrics
 from longctx.ulysses.head_chunks import HeadChunks, _Heads
 from longctx.ulysses.stages import head_stages
 from tests.attention.test_attention import make_inputs
 from tests.model.test_models import make_batch, make_model
+from tests.reference import layout_of
 from tests.workers import run_ranks
 
 BF16 = torch.bfloat16
@@ -271,10 +274,11 @@ def test_log_probs_of_long_documents_are_summed_in_fp64():
 def test_tokens_of_a_step_are_counted_exactly():
     """Beyond 2**24, where fp32 counts in twos."""
     metrics = StepMetrics(sp=1, sp_rank=0, config=tiny_model().config, flops_per_token=1, device=torch.device("cpu"))
-    layout = BatchLayout(shape=(1, 8), cu_seqlens=np.array([0, 8]), sp=1, plan=None)
-    nothing = torch.zeros(1, 8)
+    tokens, nothing = torch.full((1, 8), -100), torch.zeros(1, 8)
     for num_tokens in (2**24, 1, 1, 1):
-        metrics.add(layout=layout, num_tokens=num_tokens, shift_labels=nothing.long(), correct=nothing, entropy=nothing)
+        layout = replace(layout_of([0, 8]), lengths=[num_tokens])
+        shard = cut({"input_ids": tokens, "labels": tokens}, layout, 0)
+        metrics.add(shard=shard, correct=nothing, entropy=nothing)
     assert metrics.tokens_so_far() == 2**24 + 3
 
 

@@ -120,10 +120,11 @@ def test_sides_that_share_their_prompt_are_branches_with_the_tokens_of_trl(kind)
     rows.reference = np.arange(2.0 * len(pairs)).reshape(-1, 2)
     rows = pickle.loads(pickle.dumps(rows))
     [row] = list(rows)
-    batch = SequenceCollator(pad_token_id=0, pad_to_multiple_of=8, padding_free=True)([row])
+    collator = SequenceCollator(pad_token_id=0, pad_to_multiple_of=8, padding_free=True)
+    batch, layout = collator.with_layout([row])
     assert row["position_ids"].tolist() == batch["position_ids"][0, : len(row["input_ids"])].tolist()
     found = []
-    for answer in sides_of_batch(batch, len(row["input_ids"])):
+    for answer in sides_of_batch(layout):
         begin = np.flatnonzero(row["position_ids"][: answer.start + 1] == 0)[-1]
         trunk = row["input_ids"][begin : begin + row["position_ids"][answer.start]]
         labels = row["labels"][answer]

@@ -35,10 +35,8 @@ IN_A_MICRO_BATCH = {
 """Functions in which the host waits for a micro-batch that is under way, and why it has to."""
 
 BETWEEN_MICRO_BATCHES = {
-    "longctx.parallel.SequenceParallel.count_over_ranks": "The loss is divided by the label tokens of the step.",
     "longctx.training.trainer.SequenceMixin._get_grad_norm": "A norm that is not finite stops the run.",
     "accelerate.utils.deepspeed.DeepSpeedEngineWrapper.get_global_grad_norm": "The same norm, of DeepSpeed.",
-    "longctx.training.callbacks.StopOnSignal.on_step_end": "Ranks agree whether a signal has come.",
     "longctx.training.metrics.StepMetrics": "The log has sums over all ranks.",
     "transformers.trainer.Trainer._maybe_log_save_evaluate": "The log has the loss and the norm as numbers.",
     "transformers.trainer.Trainer.store_flos": "So has it the operations of all ranks.",

@@ -15,17 +15,17 @@ from longctx.recurrent.gated_delta import delta_rule_by_heads, delta_rule_by_sta
 from longctx.recurrent.mamba2 import mamba2_by_states
 from longctx.recurrent.passing import convolve_pieces
 from longctx.recurrent.pieces import Pieces
-from longctx.sequence.batch import BatchLayout
+from longctx.sequence.layout import Layout
 from longctx.sequence.mesh import ParallelDims
-from longctx.sequence.shard import plan_batch
+from tests import reference
 
 REACH = 3
 
 
-def layout_of(lengths: list[int], ring: int, ulysses: int) -> BatchLayout:
+def layout_of(lengths: list[int], ring: int, ulysses: int) -> Layout:
     """The cut of one row with these documents, planned as for a batch."""
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    return plan_batch(positions, ParallelDims.arrange(ring * ulysses, ring=ring, ulysses=ulysses))
+    layout = reference.layout_of(np.append(0, np.cumsum(lengths)))
+    return layout.spread(ParallelDims.arrange(ring * ulysses, ring=ring, ulysses=ulysses))
 
 
 def random_lengths(total: int, seed: int) -> list[int]:
@@ -93,7 +93,7 @@ def convolved(weight: Tensor, tokens: Tensor) -> Tensor:
     return out[..., : channels.shape[2]].transpose(1, 2)
 
 
-def operators(layout: BatchLayout, rank: int, group) -> dict[str, tuple]:
+def operators(layout: Layout, rank: int, group) -> dict[str, tuple]:
     """{name: (weights, inputs of all tokens, operator on a document alone, operator on this rank's tokens)}."""
     torch.manual_seed(3)
     pieces = Pieces.of(layout, rank)

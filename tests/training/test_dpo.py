@@ -385,12 +385,12 @@ def test_a_pair_of_equal_answers_prefers_neither():
     row = {"input_ids": ids, "labels": np.array(labels), "seq_lengths": np.full(4, 3)}
     row["reference"] = np.array([[-999.0, 0.0], [-999.0, 0.0]])  # prefers every chosen answer
     batch = SequenceCollator(pad_token_id=0, pad_to_multiple_of=16, padding_free=True)([row])
-    batch |= loss.collate([row], batch)
+    extras = loss.collate([row], batch, sequence.layout_of(batch), 0)
     shard = sequence.shard(batch)
     outputs = model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True, **loss.model_options)
-    exact = loss.document_sums(shard, outputs._replace(losses=outputs.losses / 1e4), batch["pairs"])[..., 0] * 2**30
+    exact = loss.document_sums(shard, outputs._replace(losses=outputs.losses / 1e4), extras["pairs"])[..., 0] * 2**30
     assert (exact == exact.round()).all(), "sums that are the same in any order"
-    sums = dict(zip(loss.sums, loss.measure(shard, outputs, batch)[1].tolist(), strict=True))
+    sums = dict(zip(loss.sums, loss.measure(shard, outputs, extras)[1].tolist(), strict=True))
     assert (sums["pairs"], sums["rewards/accuracies"]) == (2, 1)
 
 

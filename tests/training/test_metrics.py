@@ -14,10 +14,11 @@ import torch
 from transformers import CONFIG_MAPPING, LlamaConfig
 
 from longctx.attention.cost import PEAK_FLOPS
-from longctx.training.metrics import StepMetrics, _peak_flops, attention_work
+from longctx.training.metrics import StepMetrics, _peak_flops
 from longctx.training.peak_memory import GIB, PeakMemory
 from tests.forecast.test_by_hand import CONFIG
 from tests.model.test_models import FAMILIES
+from tests.reference import layout_of
 from tests.workers import run_ranks
 
 SECONDS = 4.0
@@ -30,7 +31,6 @@ def read_metrics() -> dict:
     import torch.distributed as dist
 
     from longctx.ring.planner import plan_ring
-    from longctx.sequence.batch import BatchLayout
 
     rank, now = dist.get_rank(), [100.0]
     import longctx.training.metrics
@@ -45,18 +45,17 @@ def read_metrics() -> dict:
     metrics.peak_flops = 1e6
     cu_seqlens = np.cumsum([0, *DOCUMENTS, PADDING])
     plan = plan_ring(cu_seqlens, 2)
-    layout = BatchLayout(shape=(1, 16), cu_seqlens=cu_seqlens, sp=2, plan=plan)
+    layout = layout_of(cu_seqlens, ring=2, plan=plan, lengths=DOCUMENTS)
     labels = torch.tensor([[1, 2, 3, -100, 5, 6, -100, -100]]) if rank == 0 else torch.tensor([[7] * 5 + [-100] * 3])
     is_label = (labels != -100).double()
+    shard = SimpleNamespace(layout=layout, learnt=is_label.nonzero())
     for _ in range(2):
-        metrics.add(
-            layout=layout, num_tokens=12, shift_labels=labels, correct=is_label * (rank == 0), entropy=is_label * 0.5
-        )
+        metrics.add(shard=shard, correct=is_label * (rank == 0), entropy=is_label * 0.5)
     now[0] += SECONDS
     before = metrics.tokens_so_far()
     first = metrics.read()
     now[0] += 1
-    metrics.add(layout=layout, num_tokens=12, shift_labels=labels, correct=0 * is_label, entropy=0 * is_label)
+    metrics.add(shard=shard, correct=0 * is_label, entropy=0 * is_label)
     return {"so far": before, "first": first, "second": metrics.read(), "ranks": plan.rank_of_token.tolist()}
 
 
@@ -92,14 +91,13 @@ def test_what_is_logged_of_two_ranks() -> None:
 def test_ulysses_ranks_share_pairs_equally() -> None:
     """In a hybrid, the two Ulysses ranks of a ring rank share the pairs of that rank."""
     from longctx.ring.planner import plan_ring
-    from longctx.sequence.batch import BatchLayout
 
     cu_seqlens = np.array([0, 6, 12, 16])
-    without_ring = BatchLayout(shape=(1, 16), cu_seqlens=cu_seqlens, sp=4, plan=None)
-    assert [attention_work(without_ring, rank) for rank in range(4)] == [52 / 4] * 4
+    without_ring = layout_of(cu_seqlens, ulysses=4)
+    assert [without_ring.work(rank) for rank in range(4)] == [52 / 4] * 4
     plan = plan_ring(cu_seqlens, 2)
-    hybrid = BatchLayout(shape=(1, 16), cu_seqlens=cu_seqlens, sp=4, plan=plan)
-    work = [attention_work(hybrid, rank) for rank in range(4)]
+    hybrid = layout_of(cu_seqlens, ring=2, ulysses=2, plan=plan)
+    work = [hybrid.work(rank) for rank in range(4)]
     assert work[0] == work[1]
     assert work[2] == work[3]
     assert [2 * work[0], 2 * work[2]] == plan.area_per_rank.tolist()

@@ -11,7 +11,6 @@ import sys
 import time
 
 import pytest
-import torch
 from transformers import TrainerControl, TrainerState
 
 from longctx.launch.terminal import HAS_STARTED
@@ -90,7 +89,7 @@ def test_a_second_ctrl_c_ends_a_step_at_once(capfd) -> None:
     process = os.fork()
     if not process:
         try:
-            StopOnSignal(torch.device("cpu"), prints=True).on_train_begin(None, TrainerState(), TrainerControl())
+            StopOnSignal(prints=True).on_train_begin(None, TrainerState(), TrainerControl())
             os.kill(os.getpid(), signal.SIGINT)
             until = time.monotonic() + 30
             while time.monotonic() < until:
@@ -105,7 +104,7 @@ def test_a_second_ctrl_c_ends_a_step_at_once(capfd) -> None:
 
 def test_handlers_are_those_from_before_once_training_has_ended() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    stop = StopOnSignal(torch.device("cpu"), prints=False)
+    stop = StopOnSignal(prints=False)
     stop.on_train_begin(None, TrainerState(), TrainerControl())
     stop.restore_handlers()
     assert {number: signal.getsignal(number) for number in before} == before
