@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, DynamicCache, Llama
 import longctx
 from longctx.attention.interface import longctx_attention
 from longctx.model.tiny import tiny_model
-from longctx.sequence.layout import Layout
+from longctx.sequence.layout import PADDING, WHOLE, Layout
 from longctx.sequence.mesh import ParallelDims
 from tests.workers import run_ranks
 
@@ -42,9 +42,18 @@ BATCHES = {
     "labels on padding": ({"attention_mask": LEFT.flip(1)}, "4 labels stand on padding"),
     "labels beyond the lengths": ({"lengths": [12]}, "4 labels stand on padding"),
     "lengths of another batch": ({"lengths": [8, 12]}, "do not fit a batch of 1 × 16"),
-    "documents by cu_seq_lens alone": (
-        {"cu_seq_lens_q": torch.tensor([0, 8, 16])},
-        "cu_seq_lens_q without position_ids",
+    "cu_seq_lens of fewer tokens": (
+        {"cu_seq_lens_q": torch.tensor([0, 8, 12])},
+        "must ascend from 0 to the batch's 16",
+    ),
+    "cu_seq_lens that do not ascend": ({"cu_seq_lens_q": torch.tensor([0, 8, 4, 16])}, "must ascend from 0"),
+    "cu_seq_lens beside other positions": (
+        {"cu_seq_lens_q": torch.tensor([0, 8, 16]), "position_ids": POSITIONS},
+        "position_ids begin documents at [0], and cu_seq_lens_q at [0, 8]",
+    ),
+    "lengths beside another mask": (
+        {"lengths": [12], "attention_mask": torch.ones(1, LENGTH)},
+        "lengths [12] and an attention_mask with [16] tokens a row contradict each other",
     ),
     "embeddings": ({"inputs_embeds": torch.ones(1, LENGTH, 8)}, "the batch has inputs_embeds"),
     "types of tokens": ({"token_type_ids": torch.ones(1, LENGTH)}, "the batch has token_type_ids"),
@@ -72,6 +81,26 @@ def test_right_padding_may_come_with_positions(parallelized):
         padded = sequence.log_probs(model, batch_of(position_ids=POSITIONS, attention_mask=mask, labels=labels))
         short = {name: values[:, :12] for name, values in batch_of().items()}
         assert torch.allclose(padded[:, :12], sequence.log_probs(model, short), atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_documents_may_be_given_by_cu_seq_lens(rows, parallelized):
+    """As transformers' DataCollatorWithFlattening gives them, without positions; a row begins a document."""
+    model, sequence = parallelized
+    batch, starts = batch_of(rows=rows), [0, 5, 8]
+    positions = torch.cat([torch.arange(5), torch.arange(3), torch.arange(8)]).expand(rows, -1)
+    bounds = torch.tensor([row * LENGTH + start for row in range(rows) for start in starts] + [rows * LENGTH])
+    with torch.no_grad():
+        expected = sequence.log_probs(model, batch | {"position_ids": positions})
+        assert torch.equal(sequence.log_probs(model, batch | {"cu_seq_lens_q": bounds.int()}), expected)
+
+
+def test_padding_that_positions_count_through_is_apart(parallelized):
+    """A mask says where padding begins, whatever positions it has."""
+    _, sequence = parallelized
+    mask, labels = LEFT.flip(1), batch_of()["labels"].masked_fill(LEFT.flip(1) == 0, -100)
+    layout = sequence.shard(batch_of(position_ids=POSITIONS, attention_mask=mask, labels=labels)).layout
+    assert (layout.bounds.tolist(), layout.kind.tolist(), layout.lengths) == ([0, 12, 16], [WHOLE, PADDING], [12])
 
 
 def test_a_layout_of_another_batch_is_refused(parallelized):

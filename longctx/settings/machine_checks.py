@@ -34,7 +34,7 @@ def check_machine(run: Run, env: Mapping[str, str]) -> None:
         heads=run.setup.num_heads // run.dims.ulysses,
         ring=run.dims.ring,
     )
-    check_worker_sockets(int(run.settings["dataloader_num_workers"] or 0), tempfile.gettempdir())
+    check_worker_sockets(run.settings["dataloader_num_workers"], tempfile.gettempdir())
     if not run.memory_options.offloads:
         return
     local = int(env.get("LOCAL_WORLD_SIZE", 0)) or (run.setup.devices_per_node if run.launched else run.dims.world_size)

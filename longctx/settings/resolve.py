@@ -89,7 +89,8 @@ def _arranged(
     asked = settings
     settings, processes = count_processes(settings, launcher, hardware.gpus)
     use_cpu = processes.use_cpu
-    settings = settings.decided(bf16=not use_cpu if settings["bf16"] is None else settings["bf16"])
+    on_gpus = {"bf16": not use_cpu, "dataloader_num_workers": int(not use_cpu)}
+    settings = settings.decided(**{name: value for name, value in on_gpus.items() if settings[name] is None})
     settings = limit_length(settings, model_config)
 
     setup = _attention_setup(settings, model_config, processes, env, hardware)

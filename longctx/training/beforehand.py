@@ -15,7 +15,7 @@ from longctx.ranks.agreement import gather_objects
 
 _REPLACED = (
     *("compute_loss", "prediction_step", "evaluate", "predict", "get_train_dataloader", "get_eval_dataloader"),
-    *("_get_train_sampler", "_get_eval_sampler", "_get_num_items_in_batch", "_prepare_inputs"),
+    *("_get_train_sampler", "_get_eval_sampler", "get_batch_samples", "_prepare_inputs"),
 )
 """Methods of a trainer that the mixin overrides without calling them."""
 
