@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -102,8 +102,7 @@ class StepCounts:
 @functools.lru_cache(maxsize=1)
 def host_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a group of all ranks that takes host tensors. All ranks call it together."""
-    if "nccl" not in (config := dist.get_backend_config()) or "gloo" in config:
+    if "cpu:" in (devices := dist.get_backend_config()):
         return world
-    device: Any = world
-    timeout = device._get_backend(torch.device("cuda")).options._timeout
-    return dist.new_group(backend="gloo", timeout=timeout)
+    backend = cast(Any, world)._get_backend(torch.device(devices.partition(":")[0]))
+    return dist.new_group(backend="gloo", timeout=backend.options._timeout)
