@@ -9,6 +9,7 @@
 
 - *device*, *speeds*: what the GPU is, and the speeds that `longctx plan --measure` finds.
 - *kernels*: every attention kernel that is installed, on one document, packed documents and a window.
+- *loss*: the loss's kernel in other blocks, with a soft cap and without top-1 tokens, beside torch's operators.
 - *ring*: the ranks of a ring one after the other, without communication, against one call for the whole pack.
 - *steps*: seconds and peak memory of real training steps, beside TRL's on the same rows.
 - *memory options*: what each memory option costs and saves, and how much of its copies hides behind kernels.

@@ -22,9 +22,9 @@ from ..max_length.rank import Task
 from ..max_length.results import OK, Line
 from ..max_length.search import next_length
 from ..published import CONFIGS
-from .probes import Attention, facts, kernel_speed, ring_efficiency, speeds, train
+from .probes import Attention, HeadLoss, facts, kernel_speed, loss_speed, ring_efficiency, speeds, train
 
-SLICES = ("device", "speeds", "kernels", "ring", "steps", "memory_options", "longest")
+SLICES = ("device", "speeds", "kernels", "loss", "ring", "steps", "memory_options", "longest")
 BUDGET = 24 * 2**30
 """Bytes of the device in the search for the longest sequence: sequences that fill a whole one take minutes a step."""
 PRECISION = 0.05
@@ -39,6 +39,9 @@ class Sizes:
     """The first is the one of memory options and of the longest sequence."""
     heads: tuple[int, int, int]
     kernel_lengths: Sequence[int]
+    loss_tiles: Mapping[int, int]
+    """Vocabulary -> tokens of a tile."""
+    hidden: int
     ring_lengths: Sequence[int]
     num_ranks: Sequence[int]
     step_lengths: Sequence[int]
@@ -55,6 +58,8 @@ FULL = Sizes(
     models={name: CONFIGS[name] for name in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B")},
     heads=(32, 8, 128),
     kernel_lengths=(4096, 32_768, 131_072),
+    loss_tiles={151_936: 1792, 262_144: 1024},
+    hidden=4096,
     ring_lengths=(32_768, 131_072),
     num_ranks=(2, 4, 8),
     step_lengths=(4096, 16_384, 65_536),
@@ -70,6 +75,8 @@ QUICK = Sizes(
     models={"tiny": tiny_config()},
     heads=(4, 2, 128),
     kernel_lengths=(128, 512),
+    loss_tiles={500: 256},
+    hidden=64,
     ring_lengths=(256,),
     num_ranks=(2, 4),
     step_lengths=(64, 256),
@@ -150,6 +157,17 @@ class Catalogue:
                     line = {"kernel": kernel.name, "length": length, "documents": documents}
                     name = f"{kernel.name}, {documents}, {length}"
                     yield Probe("kernels", name, kernel_speed, (kernel.name, about), about=line)
+
+    def _loss(self) -> Iterator[Probe]:
+        for vocabulary, tokens in self.sizes.loss_tiles.items():
+            for way, options in LOSSES.items():
+                line = {"way": way, "vocabulary": vocabulary, "tokens": tokens}
+                about = HeadLoss(vocabulary, tokens, **options)
+                yield Probe("loss", f"{way}, {vocabulary}", loss_speed, about, about=line)
+            for tile in (tokens, tokens - 26):
+                about = HeadLoss(vocabulary, 4 * tokens, self.sizes.hidden, tile)
+                line = {"way": f"head, tiles of {tile:,}", "vocabulary": vocabulary, "tokens": about.tokens}
+                yield Probe("loss", f"{line['way']}, {vocabulary}", loss_speed, about, about=line)
 
     def _ring(self) -> Iterator[Probe]:
         for length in self.sizes.ring_lengths:
@@ -247,6 +265,17 @@ class Catalogue:
         """What the prediction of a line's step is made from."""
         return self.combination(line["model"], line["way"]).setup
 
+
+LOSSES: Mapping[str, Mapping[str, Any]] = {
+    "kernel": {},
+    "kernel, no top-1": {"is_top1": False},
+    "kernel, soft cap": {"softcap": 30.0},
+    "kernel, blocks of 8,192 by 16 warps": {"block": 8192, "num_warps": 16},
+    "kernel, blocks of 2,048 by 4 warps": {"block": 2048, "num_warps": 4},
+    "torch's operators": {"by_kernel": False},
+    "torch's operators, soft cap": {"by_kernel": False, "softcap": 30.0},
+}
+"""A tile of the loss; below it, the head with tiles that are multiples of 256 tokens and that are not."""
 
 OURS: Mapping[str, tuple[str, ...]] = {
     "balanced": ("--memory", "balanced"),

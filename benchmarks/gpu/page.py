@@ -31,6 +31,7 @@ def write_page(folder: Path, catalogue: Any, lines: Sequence[Line]) -> None:
         _head(device),
         _speeds(device, measured, table),
         _kernels(device, of.get("kernels", ()), table),
+        _loss(of.get("loss", ())),
         _ring(of.get("ring", ())),
         _steps(catalogue, measured, of.get("steps", ())),
         _memory_options(catalogue, measured, of.get("memory_options", ())),
@@ -116,6 +117,27 @@ def _kernels(device: Line, lines: Sequence[Line], table: SpeedTable) -> Iterator
     if absent:
         yield f"Not for these tensors, or not on this device: {', '.join(absent)}."
         yield ""
+
+
+def _loss(lines: Sequence[Line]) -> Iterator[str]:
+    rows = [
+        (
+            f"{line['vocabulary']:,}",
+            f"{line['tokens']:,}",
+            line["way"],
+            f"{1e3 * line['seconds']:.3g}",
+            f"{line['logits_per_second'] / 1e9:.3g}",
+        )
+        for line in lines
+        if line["status"] == OK
+    ]
+    if not rows:
+        return
+    yield "## The loss"
+    yield ""
+    yield "Losses of bf16 logits and their gradient: one tile, and a head of four tiles with its matrix products."
+    yield ""
+    yield from _table(("vocabulary", "tokens", "", "ms", "10⁹ logits/s"), rows)
 
 
 def _ring(lines: Sequence[Line]) -> Iterator[str]:

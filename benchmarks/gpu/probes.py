@@ -22,6 +22,10 @@ from longctx.attention.kernels.choose import candidates, choose_kernel
 from longctx.attention.kernels.entries import Entries
 from longctx.attention.operator import varlen_attention
 from longctx.forecast.measure import Work, measure_together
+from longctx.layers import loss, loss_kernel
+from longctx.layers.loss_tile import LogitScaling, TileLoss, kernel_agrees
+from longctx.layers.loss_tile import _by_kernel as losses_by_kernel
+from longctx.layers.loss_tile import _by_operators as losses_by_operators
 from longctx.model.tiny import tiny_tokenizer
 from longctx.ring import plan_ring
 from longctx.training.callbacks import PROFILE_FOLDER
@@ -130,6 +134,47 @@ def _median_seconds(work: Callable[[], object]) -> float:
         torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
     return statistics.median(times[1:])
+
+
+class HeadLoss(NamedTuple):
+    """The loss of bf16 logits, and its gradient."""
+
+    vocabulary: int
+    tokens: int
+    hidden: int | None = None
+    """If given, the head's three matrix products are part of it, in tiles of `tile` tokens; else it is one tile."""
+    tile: int = 0
+    by_kernel: bool = True
+    softcap: float | None = None
+    is_top1: bool = True
+    block: int = loss_kernel.BLOCK
+    num_warps: int = loss_kernel.NUM_WARPS
+
+
+def loss_speed(about: HeadLoss) -> dict[str, Any]:
+    """Seconds of the loss, and logits a second."""
+    device, dtype = torch.device("cuda", 0), torch.bfloat16
+    scaling = LogitScaling(softcap=about.softcap)
+    if about.by_kernel and not kernel_agrees(device, dtype, about.softcap):
+        return {"absent": True}
+    loss_kernel.BLOCK, loss_kernel.NUM_WARPS = about.block, about.num_warps
+    targets = torch.randint(about.vocabulary, (1, about.tokens), device=device)
+    if about.hidden is None:
+        compute = losses_by_kernel if about.by_kernel else losses_by_operators
+        of = TileLoss(0.0, scaling, dtype, about.is_top1)
+        products = torch.randn(about.tokens, about.vocabulary, device=device, dtype=dtype)
+        seconds = _median_seconds(lambda: compute(of, products, targets[0], True))
+    else:
+        loss._tile_of = lambda *_: about.tile
+        shapes = (1, about.tokens, about.hidden), (about.vocabulary, about.hidden)
+        hidden, weight = (torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes)
+
+        def step() -> None:
+            outputs = loss.fused_token_outputs(hidden, weight, None, targets, scaling=scaling, is_top1=about.is_top1)
+            torch.autograd.grad(outputs.losses.sum(), (hidden, weight))
+
+        seconds = _median_seconds(step)
+    return {"seconds": seconds, "logits_per_second": about.tokens * about.vocabulary / seconds}
 
 
 def ring_efficiency(about: Attention) -> dict[str, Any]:

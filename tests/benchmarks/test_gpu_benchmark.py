@@ -73,7 +73,7 @@ def test_what_is_measured_is_not_measured_again(catalogue):
     lines.append(outcome(first))
     assert next(catalogue.left(lines, SLICES)).slice == "kernels"
     left = [probe.slice for probe in catalogue.left(lines, SLICES)]
-    assert list(dict.fromkeys(left)) == ["kernels", "ring", "steps", "memory_options", "longest"]
+    assert list(dict.fromkeys(left)) == ["kernels", "loss", "ring", "steps", "memory_options", "longest"]
     assert len({probe.key for probe in catalogue.left(lines, SLICES)}) == len(left)
 
 
@@ -120,13 +120,16 @@ def test_the_page_puts_predicted_beside_measured(catalogue, tmp_path):
     ours = step | {"name": "ours", "way": "balanced", "allocated": 3 * 2**30, "predicted_bytes": 3.3 * 2**30}
     trl = step | {"name": "trl", "way": "TRL", "allocated": 2**30, "seconds": [9.0, 9.0, 5.0]}
     broken = {"kind": "ring", "name": "2 ranks", "status": "fail", "error": "ValueError: no"}
-    write_page(tmp_path, catalogue, [DEVICE, SPEEDS_LINE, KERNEL_LINE, ours, trl, broken])
+    loss = {"kind": "loss", "name": "l", "status": "ok", "way": "kernel", "vocabulary": 151_936, "tokens": 1792}
+    loss |= {"seconds": 1.5e-3, "logits_per_second": 181.5e9}
+    write_page(tmp_path, catalogue, [DEVICE, SPEEDS_LINE, KERNEL_LINE, loss, ours, trl, broken])
     page = (tmp_path / PAGE).read_text()
     known = {name: constant.value for name, constant in SPEEDS.constants["H100"].items()}  # a refit changes them
     link, parts = known["host_link"], (known["flash-attn 2 forward"], known["flash-attn 2 backward"])
     assert f"| copies to and from the host, GB/s | {link / 1e9:.3g} | 25 | {25e9 / link:.2f} |" in page
     predicted = " / ".join(f"{part * 989:.0f}" for part in parts)
     assert f"| aten varlen flash | one document | 4,096 | 494 / 396 | 50% / 40% | {predicted} |" in page
+    assert "| 151,936 | 1,792 | kernel | 1.5 | 182 |" in page
     row = next(line for line in page.splitlines() if line.startswith("| tiny | 64 | balanced | 2 |"))
     assert row.endswith("| 3.00 | 3.30 | +10% | 2.50 |")
     assert "- ring: 2 ranks: fail, ValueError: no" in page
