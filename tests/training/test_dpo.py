@@ -384,8 +384,8 @@ def test_a_pair_of_equal_answers_prefers_neither():
     ids = np.array([4, 5, 6, 4, 5, 6, 4, 5, 6, 4, 5, 7])
     row = {"input_ids": ids, "labels": np.array(labels), "seq_lengths": np.full(4, 3)}
     row["reference"] = np.array([[-999.0, 0.0], [-999.0, 0.0]])  # prefers every chosen answer
-    batch = SequenceCollator(pad_token_id=0, pad_to_multiple_of=16, padding_free=True)([row])
-    extras = loss.collate([row], batch, sequence.layout_of(batch), 0)
+    batch, layout = SequenceCollator(pad_token_id=0, pad_to_multiple_of=16, padding_free=True).with_layout([row])
+    extras = loss.collate([row], batch, layout, 0)
     shard = sequence.shard(batch)
     outputs = model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True, **loss.model_options)
     exact = loss.document_sums(shard, outputs._replace(losses=outputs.losses / 1e4), extras["pairs"])[..., 0] * 2**30
