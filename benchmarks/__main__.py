@@ -13,6 +13,7 @@ MINUTES = {
     "elsewhere": "5",
     "fuzz": "5 to 15",
     "gpu": "60 on a GPU, in slices of 9",
+    "host_time": "15",
     "links": "10",
     "memory_options": "1",
     "max_length": "10 on tiny",

@@ -1,0 +1,150 @@
+"""The figures of a race, the goals beside them, and the page."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import combinations
+
+from benchmarks import host_time
+from benchmarks.elsewhere.steps import PACKAGES
+from benchmarks.packing import device
+
+from .race import HERE, LOG_STEPS, TRL, Case, Turns
+from .turns import Turn
+
+TOLERANCE = 1e-6
+"""Relative, of losses in fp32."""
+CLOCKS = {"processor": "process", "main thread": "thread", "clock": "wall"}
+Goals = dict[str, float]
+"""The largest ratio that is asked for, of `calls` and of one of CLOCKS."""
+
+
+def goals(case: Case, pair: tuple[str, str], oldest: str | None) -> Goals:
+    """Return those of longctx beside TRL, or beside the first commit of --against."""
+    of_time = {"ring 2 on FSDP2": 0.80, "Ulysses 2 on ZeRO-3": 0.85}
+    if pair == (HERE, TRL) and case.layout == "sp 1":
+        return {"calls": 1.0, "processor": 1.2 if case.mode == "selective" else 1.0}
+    if pair == (HERE, TRL):
+        return {"main thread": of_time[case.layout]}
+    if pair == (HERE, oldest) and case.layout == "Ulysses 2 on FSDP2":
+        return {"main thread": 0.88}
+    return {}
+
+
+def losses(turns: Sequence[Turn]) -> list[float]:
+    """Return the loss of each step: the mean over ranks, as gradients are averaged."""
+    return [statistics.fmean(sum(rank["losses"]) for rank in turn) for turn in turns]
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the largest relative one."""
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def blocks(turns: Sequence[Turn], clock: str) -> list[float]:
+    """Return seconds of a step on rank 0, in blocks of as many steps as there are to an entry of the log."""
+    seconds = [turn[0][clock] for turn in turns]
+    return [statistics.fmean(seconds[i : i + LOG_STEPS]) for i in range(0, len(seconds), LOG_STEPS)]
+
+
+def quartiles(ours: Sequence[Turn], theirs: Sequence[Turn], clock: str) -> list[float]:
+    """Return those of the ratio of times, block by block."""
+    ratios = [a / b for a, b in zip(blocks(ours, clock), blocks(theirs, clock), strict=True)]
+    return statistics.quantiles(ratios, n=4, method="inclusive")
+
+
+def calls(turns: Sequence[Turn]) -> tuple[float, float]:
+    """Return the Python and C functions that rank 0's main thread calls in a step."""
+    python, c = (statistics.fmean(turn[0][kind] for turn in turns) for kind in ("python", "c"))
+    return python, c
+
+
+def of_worker(turns: Sequence[Turn]) -> tuple[float, float]:
+    """Return calls and seconds of a micro-batch in the worker of rank 0's loader."""
+    first, last = (turns[place][0]["worker"] for place in (0, -1))
+    counted, fetched = (max(last[name] - first[name], 1) for name in ("counted", "fetched"))
+    called = sum(last[kind] - first[kind] for kind in ("python", "c"))
+    return called / counted, (last["seconds"] - first["seconds"]) / fetched
+
+
+def figures(case: Case, turns: Mapping[str, Turns]) -> Iterator[str]:
+    """Yield a row for each contestant."""
+    for name, of in turns.items():
+        python, c = calls(of.counted)
+        worker, seconds = of_worker([*of.timed, *of.counted]) if case.workers else (0.0, 0.0)
+        times = [statistics.median(blocks(of.timed, clock)) for clock in CLOCKS.values()]
+        cells = [*case, name, *(f"{number:,.0f}" for number in (python + c, python, worker))]
+        cells += [f"{1000 * time:.1f}" for time in (*times, seconds)]
+        yield f"| {' | '.join(map(str, cells))} |"
+
+
+def ratios(case: Case, turns: Mapping[str, Turns], oldest: str | None) -> Iterator[tuple[str, list[str]]]:
+    """Yield a row for each pair of contestants, and which of its goals are met or missed, in words.
+
+    Raises:
+        RuntimeError: if losses differ, so that the pair has not done the same work.
+    """
+    for pair in combinations(turns, 2):
+        ours, theirs = (turns[name] for name in pair)
+        differ = difference(losses(ours.first), losses(theirs.first))
+        if differ > TOLERANCE:
+            raise RuntimeError(f"{case}: losses of {' and '.join(pair)} differ by {differ:.1e}, more than {TOLERANCE}")
+        of = {name: quartiles(ours.timed, theirs.timed, clock) for name, clock in CLOCKS.items()}
+        found = {"calls": sum(calls(ours.counted)) / sum(calls(theirs.counted))}
+        found |= {name: middle for name, (_, middle, _) in of.items()}
+        asked = goals(case, pair, oldest)
+        cells = [*case, " / ".join(pair), f"{found['calls']:.3f}"]
+        cells += [f"{middle:.2f} ({low:.2f}–{high:.2f})" for low, middle, high in of.values()]
+        cells += [f"{differ:.0e}", ", ".join(f"{name} ≤ {most:.2f}" for name, most in asked.items())]
+        said = [
+            f"{'met' if round(found[name], 3) <= most else 'missed'}: {case.layout}, {case.mode}, "
+            f"loader workers {case.workers}: {name} {found[name]:.3f} of {pair[1]}'s, asked for ≤ {most:.2f}"
+            for name, most in asked.items()
+        ]
+        yield f"| {' | '.join(map(str, cells))} |", said
+
+
+def owners(name: str, turns: Sequence[Turn], number: int) -> Iterator[str]:
+    """Yield lines with the calls of a step, by those that make most."""
+    total: Counter[str] = sum((Counter(turn[0]["owners"]) for turn in turns), Counter())
+    for owner, count in total.most_common(number):
+        yield f"{name:10} {count / len(turns):9,.1f} {owner}"
+
+
+def page(flags: str, of_contestants: Sequence[str], of_pairs: Sequence[str], said: Sequence[str], steps: int) -> str:
+    heads = (
+        "layout | checkpoints | workers | trainer | calls | Python's | worker's | processor ms | main thread ms | "
+        "clock ms | worker ms",
+        f"layout | checkpoints | workers | pair | calls | {' | '.join(CLOCKS)} | losses differ by | goals",
+    )
+    tables = [[f"| {head} |", "|" + " --- |" * (head.count("|") + 1)] for head in heads]
+    lines = [
+        "# What a step asks of the host, beside TRL's",
+        "",
+        f"`python -m benchmarks.host_time{flags}`  ",
+        f"{device()}, gloo; {datetime.now(UTC):%Y-%m-%d}; {steps} timed steps of each trainer  ",
+        ", ".join(f"{name} {version(name)}" for name in PACKAGES),
+        "",
+        (host_time.__doc__ or "").partition("--output FILE\n\n")[2].strip(),
+        "",
+        "All numbers are those of a step, on rank 0. `calls` are the functions of Python and C that the main thread",
+        "calls, and `worker's` those of the data loader's process for a micro-batch. `processor` is the time of all",
+        "threads of the process on a processor, `main thread` that of one, and `clock` the time that passes. Times are",
+        f"medians of blocks of {LOG_STEPS} steps.",
+        "",
+        *tables[0],
+        *of_contestants,
+        "",
+        "Ratios, with quartiles over blocks. Losses are those of the first ten steps.",
+        "",
+        *tables[1],
+        *of_pairs,
+        "",
+        *(f"- {line}" for line in sorted(said)),
+        "",
+    ]
+    return "\n".join(lines)
