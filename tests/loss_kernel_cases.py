@@ -147,6 +147,10 @@ def agreements() -> dict[str, tuple[bool, bool]]:
     def without_cap(*args, scaling, **kwargs):
         return sound(*args, scaling=scaling._replace(softcap=None), **kwargs)
 
+    def without_top1(*args, **kwargs):
+        losses, log_probs, entropies, are_top1, means = sound(*args, **kwargs)
+        return losses, log_probs, entropies, torch.zeros_like(are_top1), means
+
     def with_rounded_gradient(products, *args, **kwargs):
         results = sound(products, *args, **kwargs)
         products.copy_((products.float() * 256).round() / 256)
@@ -163,6 +167,7 @@ def agreements() -> dict[str, tuple[bool, bool]]:
         "sound": sound,
         "without smoothing": without_smoothing,
         "without the cap": without_cap,
+        "without top-1 tokens": without_top1,
         "with a rounded gradient": with_rounded_gradient,
         "with neighbours in odd vocabularies": with_neighbours_in_odd_vocabularies,
         "failing": failing,

@@ -55,6 +55,7 @@ def test_a_kernel_that_is_off_or_fails_is_passed_over():
         "sound": (True, True),
         "without smoothing": (False, False),
         "without the cap": (True, False),
+        "without top-1 tokens": (False, False),
         "with a rounded gradient": (False, False),
         "with neighbours in odd vocabularies": (False, False),
         "failing": (False, False),
