@@ -281,11 +281,10 @@ def _host(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def _check_inputs(batch: Mapping[str, Any]) -> None:
-    if missing := [name for name in ("input_ids", "labels") if batch.get(name) is None]:
-        raise ValueError(
-            f"the batch has no {missing[0]}, only {', '.join(sorted(map(str, batch)))}. Make it with "
-            "longctx.collate.SequenceCollator."
-        )
+    for name in ("input_ids", "labels"):
+        if batch.get(name) is None:
+            given = ", ".join(sorted(map(str, batch)))
+            raise ValueError(f"the batch has no {name}, only {given}. Make it with longctx.collate.SequenceCollator.")
     unread = [name for name in _UNREAD if batch.get(name) is not None]
     if (types := batch.get("token_type_ids")) is not None and types.any():
         unread.append("token_type_ids")
@@ -338,42 +337,28 @@ def _row_lengths(batch: Mapping[str, Any]) -> NDArray[np.int64] | None:
     """Return int64 [B], the tokens of each row that are not padding by `lengths` or `attention_mask`."""
     rows, width = batch["input_ids"].shape
     lengths, mask = batch.get("lengths"), batch.get("attention_mask")
+    by_mask = None
     if mask is not None:
-        mask = _real_by_mask(batch)
+        real = mask.cpu().numpy()
+        numbers = (real > 1).any() and batch.get("position_ids") is None and batch.get("cu_seq_lens_q") is None
+        if real.shape != (rows, width) or numbers or ((real[:, 1:] != 0) & (real[:, :-1] == 0)).any():
+            raise ValueError(
+                f"attention_mask of shape {real.shape} must be [B, S], and ones followed by zeros in every row (right "
+                "padding). Set padding_side='right', give position_ids that restart at 0 with every document, or make "
+                "the batch with longctx.collate.SequenceCollator."
+            )
+        by_mask = (real != 0).sum(1)
     if lengths is None:
-        return None if mask is None else mask.sum(1)
+        return by_mask
     if (rows > 1 and len(lengths) != rows) or max(lengths, default=0) > width or sum(lengths) > rows * width:
         raise ValueError(f"lengths {list(lengths)} do not fit a batch of {rows} × {width} tokens.")
     found = np.array([sum(lengths)] if rows == 1 else list(lengths), dtype=np.int64)
-    if mask is not None and not np.array_equal(found, mask.sum(1)):
+    if by_mask is not None and not np.array_equal(found, by_mask):
         raise ValueError(
-            f"lengths {list(lengths)} and an attention_mask with {mask.sum(1).tolist()} tokens a row contradict each "
+            f"lengths {list(lengths)} and an attention_mask with {by_mask.tolist()} tokens a row contradict each "
             "other. Leave one of them out."
         )
     return found
-
-
-def _real_by_mask(batch: Mapping[str, Any]) -> NDArray[np.bool_]:
-    mask, shape = batch["attention_mask"], tuple(batch["attention_mask"].shape)
-    alone = batch.get("position_ids") is None and batch.get("cu_seq_lens_q") is None
-    if alone and (len(shape) != 2 or (mask.long() > 1).any()):
-        raise ValueError(
-            f"attention_mask of shape {shape} must be [B, S] with the values 0 and 1 where a batch has no "
-            "position_ids. Give position_ids that restart at 0 with every document."
-        )
-    real = mask.cpu().bool().numpy()
-    if shape == batch["labels"].shape and not (real[:, 1:] & ~real[:, :-1]).any():
-        return real
-    if alone:
-        raise ValueError(
-            "attention_mask must be ones followed by zeros in every row (right padding) where a batch has no "
-            "position_ids. Set padding_side='right', or make the batch with longctx.collate.SequenceCollator."
-        )
-    raise ValueError(
-        f"attention_mask of shape {shape} beside position_ids must be [B, S], and ones followed by zeros in every row "
-        "(right padding): position_ids alone say which tokens a document has. Set padding_side='right', or make the "
-        "batch with longctx.collate.SequenceCollator."
-    )
 
 
 def check_branch_starts(branches: NDArray[np.int64], starts: NDArray[np.int64], num_tokens: int) -> None:
