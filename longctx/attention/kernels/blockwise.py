@@ -96,11 +96,11 @@ class CpuFlashKernel(BlockwiseKernel):
     name = "aten flash for CPU"
 
     def _forward(self, q, k, v, causal, mask, scale, softcap):
-        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         return forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
 
     def _backward(self, grad_out, q, k, v, out, lse, causal, mask, scale, softcap):
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         return backward(grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
 
     def operator(self, entries: Entries) -> Operator | None:

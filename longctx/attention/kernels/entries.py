@@ -15,8 +15,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import profiler
 
-from longctx.regions import region
+from longctx.regions import clock, region
 from longctx.sequence.host_tensors import send
 
 
@@ -28,17 +29,16 @@ class Rows:
     """
 
     def __init__(self, ranges: np.ndarray):
-        self._everywhere: slice | None = None
+        self.as_slice: slice | None = None
+        """The rows if they are contiguous; else None."""
         self._on: dict[torch.device, Tensor] = {}
         if (ranges[1:, 0] == ranges[:-1, 1]).all():
-            self._everywhere = slice(int(ranges[0, 0]), int(ranges[-1, 1])) if len(ranges) else slice(0, 0)
+            self.as_slice = slice(int(ranges[0, 0]), int(ranges[-1, 1])) if len(ranges) else slice(0, 0)
         else:
             self._rows = np.concatenate([np.arange(start, stop) for start, stop in ranges])
 
-    def on(self, device: torch.device) -> slice | Tensor:
-        """Return a slice if the rows are contiguous, else int64 [N], which is copied to a device once."""
-        if self._everywhere is not None:
-            return self._everywhere
+    def on(self, device: torch.device) -> Tensor:
+        """Return rows that are not contiguous, int64 [N], which are copied to a device once."""
         if device not in self._on:
             self._on[device] = upload(self._rows, device)
         return self._on[device]
@@ -160,26 +160,26 @@ class Entries:
 
 def take(x: Tensor, rows: Rows) -> Tensor:
     """Take rows of dimension 2: [1, H, S, D] or [1, H, S] -> [1, H, N, D] or [1, H, N]; a view if contiguous."""
-    at = rows.on(x.device)
-    return x[:, :, at] if isinstance(at, slice) else x.index_select(2, at)
+    at = rows.as_slice
+    if at is None:
+        return x.index_select(2, rows.on(x.device))
+    return x if at.stop - at.start == x.shape[2] else x[:, :, at]
 
 
 def put(x: Tensor, rows: Rows, values: Tensor) -> None:
     """Write rows of dimension 2 in place, the inverse of `take`."""
-    at = rows.on(x.device)
-    if isinstance(at, slice):
-        x[:, :, at] = values
+    if rows.as_slice is not None:
+        x[:, :, rows.as_slice] = values
     else:
-        x.index_copy_(2, at, values.to(x.dtype))
+        x.index_copy_(2, rows.on(x.device), values.to(x.dtype))
 
 
 def add(x: Tensor, rows: Rows, values: Tensor) -> None:
     """Add to rows of dimension 2 in place."""
-    at = rows.on(x.device)
-    if isinstance(at, slice):
-        x[:, :, at] += values
+    if rows.as_slice is not None:
+        x[:, :, rows.as_slice] += values
     else:
-        x.index_add_(2, at, values.to(x.dtype))
+        x.index_add_(2, rows.on(x.device), values.to(x.dtype))
 
 
 def merge(out: Tensor, lse: Tensor, rows: Rows, block_out: Tensor, block_lse: Tensor) -> None:
@@ -219,9 +219,9 @@ Operator: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 def count_backward(out: Tensor) -> Tensor:
-    """Have the backward pass of the operator that returned `out` shown and counted as attention's; return `out`."""
+    """Return an operator's `out`. While somebody measures, its backward pass is shown and counted as attention's."""
     node = out.grad_fn
-    if node is not None:
+    if node is not None and (clock.is_running or profiler._is_profiler_enabled):
         backward = region("attention backward", "attention")
         node.register_prehook(lambda grads: backward.__enter__())
         node.register_hook(lambda *grads: backward.__exit__())
