@@ -144,11 +144,8 @@ OVERRIDDEN = {
     "longctx.training.trainer:SequenceMixin": {
         "_finalize_training",
         "_get_grad_norm",
-        "_get_num_items_in_batch",
         "_prepare_for_training",
         "_prepare_inputs",
-        "_save",
-        "_save_checkpoint",
     },
 }
 """Private methods of transformers' Trainer that mixins of longctx override."""

@@ -34,11 +34,9 @@ from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import TrainOutput
 from trl import SFTConfig
 
-import longctx
 from longctx.collate import SequenceCollator
 from longctx.data import MixedStream, SourceReport
 from longctx.layers.loss import TokenOutputs
-from longctx.model.card import model_card
 from longctx.model.load import count_parameters, count_trained_parameters
 from longctx.model.quantized import pieces_placed
 from longctx.packing import PackedDataset, PackedStream, PackingReport
@@ -60,7 +58,6 @@ from longctx.training.callbacks import (
 from longctx.training.data_order import MicroBatch, ShardCollator, StepSampler, StepStream, StreamCollator
 from longctx.training.engines import saved_buffers_handed_on
 from longctx.training.evaluation import EvaluatingMixin
-from longctx.training.exactness import Exactness
 from longctx.training.metrics import NON_FINITE_FILE, NON_FINITE_REMEDY, NonFinite, NonFiniteError, StepMetrics
 from longctx.training.objective import Objective
 from longctx.training.peak_memory import MemoryWarnings
@@ -341,16 +338,6 @@ class SequenceMixin(EvaluatingMixin):
         layouts = [shard.layout for shard in shards]
         return shards, self.sequence.begin_step(layouts, *self.objective.counts(shards)), error
 
-    @phase("saving")
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with region("saving", "saving"):
-            super()._save_checkpoint(*args, **kwargs)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, state_dict=state_dict)
-        if self.base_config is not None and self.is_world_process_zero():
-            self.base_config.save_pretrained(output_dir or self.args.output_dir)
-
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return inputs  # cut on the CPU first; only this rank's part goes to the device
 
@@ -412,34 +399,6 @@ class SequenceMixin(EvaluatingMixin):
         }
         if (experts := self.step_metrics.experts) is not None:
             entry["experts"] = {name: [round(value, 4) for value in of] for name, of in experts.of_layers.items()}
-
-    def create_model_card(self, *args: Any, tags: str | Sequence[str] | None = None, **kwargs: Any) -> None:
-        """Write README.md in output_dir with what this run knows of the model; TRL's other arguments are ignored."""
-        if not self.is_world_process_zero():
-            return
-        dims, state, settings = self.sequence.dims, self.state, self.args
-        last = next((entry for entry in reversed(state.log_history) if "loss" in entry), None)
-        training = {
-            "sequence length": f"{settings.max_length:,} tokens",
-            "sequences a step": self.get_total_train_batch_size(settings),
-            "steps": f"{state.global_step:,} of {state.max_steps:,}",
-            "last in the log": last
-            and f"step {last['step']:,}: {last['num_tokens']:,} tokens, loss {last['loss']:.4g}",
-            "learning rate": f"{settings.learning_rate:g}, {settings.lr_scheduler_type.value}",
-            "devices": str(dims),
-            "attention": "each document alone, as on one device",
-            "exactness": Exactness.read(Path(settings.output_dir)),
-        }
-        card = model_card(
-            repository=str(self.hub_model_id or Path(settings.output_dir).name),
-            base_model=self.model.config.name_or_path or None,
-            tags=[*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])],
-            is_adapter=hasattr(self.model, "peft_config"),
-            has_config=self.base_config is not None,
-            training={name: value for name, value in training.items() if value is not None},
-            release=longctx.__version__,
-        )
-        Path(settings.output_dir, "README.md").write_text(card, encoding="utf-8")
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Finish with the mean over all ranks of the loss since the last log; transformers would take this rank's."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import upload_folder
 
+import longctx
+from longctx.model.card import model_card
 from longctx.ranks.agreement import on_all_ranks
 from longctx.training.checkpoint.files import NotSavedError
+from longctx.training.exactness import Exactness
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -44,6 +47,34 @@ class PushingMixin(Trainer):
             revision=self.args.hub_revision,
             ignore_patterns=["_*", "checkpoint-*"],
         )
+
+    def create_model_card(self, *args: Any, tags: str | Sequence[str] | None = None, **kwargs: Any) -> None:
+        """Write README.md in output_dir with what this run knows of the model; TRL's other arguments are ignored."""
+        if not self.is_world_process_zero():
+            return
+        dims, state, settings = self.sequence.dims, self.state, self.args
+        last = next((entry for entry in reversed(state.log_history) if "loss" in entry), None)
+        training = {
+            "sequence length": f"{settings.max_length:,} tokens",
+            "sequences a step": self.get_total_train_batch_size(settings),
+            "steps": f"{state.global_step:,} of {state.max_steps:,}",
+            "last in the log": last
+            and f"step {last['step']:,}: {last['num_tokens']:,} tokens, loss {last['loss']:.4g}",
+            "learning rate": f"{settings.learning_rate:g}, {settings.lr_scheduler_type.value}",
+            "devices": str(dims),
+            "attention": "each document alone, as on one device",
+            "exactness": Exactness.read(Path(settings.output_dir)),
+        }
+        card = model_card(
+            repository=str(self.hub_model_id or Path(settings.output_dir).name),
+            base_model=self.model.config.name_or_path or None,
+            tags=[*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])],
+            is_adapter=hasattr(self.model, "peft_config"),
+            has_config=self.base_config is not None,
+            training={name: value for name, value in training.items() if value is not None},
+            release=longctx.__version__,
+        )
+        Path(settings.output_dir, "README.md").write_text(card, encoding="utf-8")
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         self._push(lambda: super(PushingMixin, self).init_hf_repo(*args, **kwargs))

@@ -20,6 +20,8 @@ from transformers.trainer_callback import ExportableState
 from trl import SFTConfig
 
 from longctx.ranks.agreement import gather_objects, on_all_ranks
+from longctx.ranks.watchdog import phase
+from longctx.regions import region
 from longctx.settings.flags import SFT
 from longctx.training.checkpoint.files import (
     MANIFEST,
@@ -103,26 +105,28 @@ class ResumableMixin(PushingMixin):
                 "--learning_rate, and resume from an earlier checkpoint."
             )
 
+    @phase("saving")
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self._check_weights()
-        self.store_flos()
-        folder = Path(self.args.output_dir) / checkpoint_name(self.state.global_step)
-        progress = self._all_progress()
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = str(folder)
-        with self._writing(folder) as partial:
-            on_all_ranks(lambda: self.save_model(str(partial), _internal_call=True))
-            files = gather_objects(on_all_ranks(lambda: self._write_own_part(partial)))
-            manifest = gather_objects(on_all_ranks(lambda: self._describe(partial, files, progress)))[0]
-            if manifest is not None:
-                self._as_owner(lambda: write_manifest(partial, manifest))
-            self._as_owner(lambda: take_place(partial, folder))
-        if self.args.push_to_hub:
-            self._push(lambda: self._push_from_checkpoint(str(folder)))
-            if self.args.save_total_limit and "checkpoint" in self.args.hub_strategy.value:
-                self._push(self._finish_current_push)  # before the folder that it reads may be deleted
-        if self.args.should_save:
-            rotate(folder, limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
+        with region("saving", "saving"):
+            self._check_weights()
+            self.store_flos()
+            folder = Path(self.args.output_dir) / checkpoint_name(self.state.global_step)
+            progress = self._all_progress()
+            if self.state.best_global_step == self.state.global_step:
+                self.state.best_model_checkpoint = str(folder)
+            with self._writing(folder) as partial:
+                on_all_ranks(lambda: self.save_model(str(partial), _internal_call=True))
+                files = gather_objects(on_all_ranks(lambda: self._write_own_part(partial)))
+                manifest = gather_objects(on_all_ranks(lambda: self._describe(partial, files, progress)))[0]
+                if manifest is not None:
+                    self._as_owner(lambda: write_manifest(partial, manifest))
+                self._as_owner(lambda: take_place(partial, folder))
+            if self.args.push_to_hub:
+                self._push(lambda: self._push_from_checkpoint(str(folder)))
+                if self.args.save_total_limit and "checkpoint" in self.args.hub_strategy.value:
+                    self._push(self._finish_current_push)  # before the folder that it reads may be deleted
+            if self.args.should_save:
+                rotate(folder, limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
 
     def save_results(self) -> None:
         """Save the model and the trainer's state in output_dir, each file atomically. Called by all ranks together.
@@ -170,6 +174,8 @@ class ResumableMixin(PushingMixin):
         token, self.args.hub_token = self.args.hub_token, None  # training_args.bin is saved, and pushed
         try:
             super()._save(output_dir, state_dict)
+            if self.base_config is not None:
+                self.base_config.save_pretrained(output_dir or self.args.output_dir)
         except Exception as error:
             if type(error) is Exception:  # raised by tokenizers if the disk is full
                 raise OSError(str(error)) from error
