@@ -69,8 +69,7 @@ class AlternateReporting(TrainerCallback):
         self.is_on = second == pair % 2
         clock = regions.clock
         if self.is_on and not clock.is_running:
-            clock.is_running = True
-            clock._begin(clock._part)
+            clock.is_running, clock._since = True, time.perf_counter()
         elif not self.is_on:
             clock.is_running = False
         regions.region.__enter__ = self._counted() if self.is_on else self._enter  # type: ignore[method-assign]

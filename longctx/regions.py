@@ -32,77 +32,71 @@ class Clock:
     def __init__(self) -> None:
         self.is_running = False
         self._is_cuda = False
-        self._part: Part = "rest"
-        self._seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
-        self._since: Any = None
+        self._part: Part | None = "rest"
+        """The part under way; None for none."""
+        self._seconds = self._zeros()
+        self._since = 0.0
         """The time at which the current part began, on the CPU."""
         self._events: deque[tuple[Any, Part | None]] = deque()
-        """Events on a GPU that may be pending, each with the part that begins there, or None for no part."""
+        """Events on a GPU that may be pending, each with the part that begins there."""
 
     def start(self, device: torch.device) -> None:
         """Start at 0 seconds, in `rest`."""
-        self._is_cuda = device.type == "cuda"
-        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._is_cuda, self.is_running = device.type == "cuda", True
         self._events.clear()
-        self._part, self.is_running = "rest", True
-        self._begin("rest")
+        self._since = time.perf_counter()
+        self.switch("rest")
+        self._seconds = self._zeros()
 
     def stop(self) -> None:
         """Stop measuring."""
         self.is_running = False
         self._events.clear()
 
-    def switch(self, part: Part) -> Part:
+    def switch(self, part: Part | None) -> Part | None:
         """Begin a part, and return the one before."""
         before = self._part
-        if self.is_running and part != before:
-            self._end()
+        if self.is_running:
+            if self._is_cuda:
+                self._record(part)
+            else:  # without a call, since every layer comes here four times
+                now = time.perf_counter()
+                self._seconds[before] += now - self._since
+                self._since = now
             self._part = part
-            self._begin(part)
         return before
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Count the body in no part."""
-        if not self.is_running:
-            yield
-            return
-        self._end()
-        self._begin(None)
+        was_running, before = self.is_running, self.switch(None)
         self.is_running = False
         try:
             yield
         finally:
-            self.is_running = True
-            self._begin(self._part)
+            self.is_running = was_running
+            self.switch(before)
 
     def read(self) -> dict[Part, float]:
         """Return the seconds of each part since `start` or the last `reset`, without waiting for the device."""
-        if self.is_running:
-            self._end()
-            self._begin(self._part)
-            self._settle()
-        return dict(self._seconds)
+        self.switch(self._part)
+        self._settle()
+        return {part: self._seconds[part] for part in PARTS}
 
-    def reset(self, seconds: Mapping[Part, float] | None = None) -> None:
+    def reset(self, seconds: Mapping[Part | None, float] | None = None) -> None:
         """Count from these seconds on, or from 0."""
         self.read()
-        self._seconds = dict.fromkeys(PARTS, 0.0) | dict(seconds or {})
+        self._seconds = self._zeros() | dict(seconds or {})
 
-    def _begin(self, part: Part | None) -> None:
-        if not self._is_cuda:
-            self._since = time.perf_counter()
-            return
+    def _zeros(self) -> dict[Part | None, float]:
+        return dict.fromkeys((*PARTS, None), 0.0)
+
+    def _record(self, part: Part | None) -> None:
         event = self._event()
         event.record()
         self._events.append((event, part))
         if len(self._events) > _MANY_EVENTS:
             self._settle()
-
-    def _end(self) -> None:
-        """End the current part, which on a GPU the next part's event does."""
-        if not self._is_cuda:
-            self._seconds[self._part] += time.perf_counter() - self._since
 
     def _event(self) -> Any:
         return torch.cuda.Event(enable_timing=True)
@@ -111,8 +105,7 @@ class Clock:
         """Count the parts that the device has finished."""
         while len(self._events) > 1 and self._events[1][0].query():
             begin, part = self._events.popleft()
-            if part is not None:
-                self._seconds[part] += begin.elapsed_time(self._events[0][0]) / 1000
+            self._seconds[part] += begin.elapsed_time(self._events[0][0]) / 1000
 
 
 clock = Clock()
