@@ -5,6 +5,7 @@ On a soft GPU (tests/softcuda) the same tests run with short sequences, so that 
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -119,24 +120,22 @@ def test_every_kernel_equals_fp64(kind, length, gpu):
             assert float(error) <= BOUNDS[torch.bfloat16], (kernel.name, name)
 
 
-@pytest.mark.parametrize("kind", loss_kernel_cases.KINDS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_the_kernel_of_the_loss_equals_fp64(kind, dtype, gpu):
+def test_the_kernel_of_the_loss_equals_fp64(gpu):
     """With the vocabulary of Qwen3, of which no tile of the interpreter's tests is."""
     if IS_SOFT:
         pytest.skip("needs Triton's compiler; tests/layers/test_loss_kernel.py has its numbers")
-    options = loss_kernel_cases.KINDS[kind]
-    assert kernel_agrees(gpu, dtype, options.get("softcap"))
-    products, targets = (x.to(gpu) for x in loss_kernel_cases.problem(151_936, dtype))
-    expected = loss_kernel_cases.exact(products.double(), targets, **options)
-    fewer, _ = loss_kernel_cases.computed(products.clone(), targets, with_logs=False, **options)
-    outputs, gradient = loss_kernel_cases.computed(products, targets, **options)
-    assert all(map(torch.equal, fewer[:3], outputs[:3]))  # the rewards of a model that is its own reference are 0
-    assert torch.equal(outputs.is_top1, expected["guesses"] == targets)
-    error = loss_kernel_cases.relative
-    assert error(outputs.losses, expected["losses"]) <= BOUND_OF_OUTPUTS
-    assert error(outputs.log_probs, expected["log_probs"]) <= BOUND_OF_OUTPUTS
-    assert error(gradient, expected["gradient"]) <= 2 ** (-11 if dtype == torch.float16 else -8)
+    for dtype, options in itertools.product((torch.float16, torch.bfloat16), loss_kernel_cases.KINDS.values()):
+        assert kernel_agrees(gpu, dtype, options.get("softcap"))
+        products, targets = (x.to(gpu) for x in loss_kernel_cases.problem(151_936, dtype))
+        expected = loss_kernel_cases.exact(products.double(), targets, **options)
+        fewer, _ = loss_kernel_cases.computed(products.clone(), targets, with_logs=False, **options)
+        outputs, gradient = loss_kernel_cases.computed(products, targets, **options)
+        assert all(map(torch.equal, fewer[:3], outputs[:3]))  # the rewards of a model that is its own reference are 0
+        assert torch.equal(outputs.is_top1, expected["guesses"] == targets)
+        error = loss_kernel_cases.relative
+        assert error(outputs.losses, expected["losses"]) <= BOUND_OF_OUTPUTS
+        assert error(outputs.log_probs, expected["log_probs"]) <= BOUND_OF_OUTPUTS
+        assert error(gradient, expected["gradient"]) <= 2 ** (-11 if dtype == torch.float16 else -8)
 
 
 def test_the_loss_s_factor_is_not_rounded_to_the_gradient_s_dtype(gpu):
