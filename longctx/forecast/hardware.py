@@ -7,6 +7,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,8 +59,12 @@ def available_host_memory(root: Path = Path("/")) -> int:
     return min([int(fields["MemAvailable"].split()[0]) * 1024, *left])
 
 
+@cache
 def host_bytes() -> int:
-    """Return the memory of this machine in bytes, or the limit of this process's control group if that is less."""
+    """Return the memory of this machine in bytes, or the limit of this process's control group if that is less.
+
+    Every entry of the log asks for it, so the files that say it are read once.
+    """
     limits = [group.limit for group in _groups(Path("/")) if group.limit is not None]
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *limits])
 
