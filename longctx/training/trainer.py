@@ -64,7 +64,7 @@ from longctx.training.peak_memory import MemoryWarnings
 from longctx.training.progress import print_lines
 from longctx.training.schedule import add_defaults
 from longctx.upstream.accelerate_internals import fsdp2_plugin, keep_sums_in_fp32, save_whole_models
-from longctx.upstream.transformers_internals import average_running_loss, mean_running_loss
+from longctx.upstream.transformers_internals import average_running_loss, keep_mode, mean_running_loss
 
 phase("backward")(Accelerator.backward)
 phase("backward")(torch.Tensor.backward)  # of custom loops
@@ -154,6 +154,7 @@ class SequenceMixin(EvaluatingMixin):
         )
         self.model_accepts_loss_kwargs = True  # as loss_is_scaled_for_ga, for transformers before 5.19
         self.model.add_model_tags(self._tag_names)
+        keep_mode(self.model)
         if data_collator is None:
             tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
             data_collator = SequenceCollator(tokenizer.pad_token_id, sequence.dims.multiple, padding_free=True)

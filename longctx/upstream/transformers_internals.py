@@ -45,6 +45,16 @@ def with_names(function: FunctionType, names: Mapping[str, Any]) -> FunctionType
     return copy
 
 
+def keep_mode(model: Any) -> None:
+    """Let `model.train()` and `eval()` return at once if the model is in that mode, as all of its modules then are.
+
+    transformers' Trainer sets the mode in each micro-batch, and torch visits every module.
+    """
+    train = model.train
+    train(model.training)
+    model.train = lambda mode=True: model if model.training == mode else train(mode)
+
+
 # Activation checkpointing
 
 
