@@ -6,12 +6,20 @@ import argparse
 import itertools
 import shlex
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import host_time
 
 from .page import figures, owners, page, ratios
 from .race import HERE, LAYOUTS, LOG_STEPS, MODES, ROOT, TRL, Case, cloned, race
+
+
+def cases(layouts: Sequence[str], modes: Sequence[str], workers: Sequence[int]) -> Iterator[Case]:
+    """Yield them; at sp 2 those without a worker that TRL has, too."""
+    for number, mode, layout in itertools.product(workers, modes, layouts):
+        if LAYOUTS[layout].ranks == 1 or (mode != "selective" and number == 0):
+            yield Case(layout, mode, number)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="of activation checkpoints")
-    parser.add_argument("--workers", nargs="+", type=int, choices=(0, 1), default=[0], help="of the data loader")
+    parser.add_argument("--workers", nargs="+", type=int, choices=(0, 1), default=[0, 1], help="of the data loader")
     parser.add_argument("--steps", type=int, default=60, help="timed steps of each trainer")
     parser.add_argument("--against", nargs="*", default=[], metavar="COMMIT", help="also train with these trees")
     parser.add_argument("--owners", type=int, default=0, metavar="N", help="print the N functions that call most")
@@ -29,11 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.steps < 2 * LOG_STEPS:
         parser.error(f"--steps {options.steps} must be at least {2 * LOG_STEPS}, two blocks, for quartiles")
-    contestants, pairs, said = [], [], []
+    given = shlex.join(sys.argv[1:] if arguments is None else arguments)
+    contestants, pairs, said, text = [], [], [], ""
     with cloned(options.against) as others:
         trees = {HERE: ROOT, **others, TRL: ROOT}
-        for place in itertools.product(options.layouts, options.modes, options.workers):
-            case = Case(*place)
+        for case in cases(options.layouts, options.modes, options.workers):
             turns = race(case, trees, options.steps, with_owners=options.owners > 0)
             contestants += (rows := [*figures(case, turns)])
             for row, words in ratios(case, turns, next(iter(others), None)):
@@ -43,12 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
             for name, of in turns.items():
                 rows += owners(name, of.owned, options.owners)
             print(*rows, sep="\n", file=sys.stderr, flush=True)
-    given = sys.argv[1:] if arguments is None else arguments
-    shown = [word for word in given if word != "--output" and word != str(options.output)]
-    text = page("".join(f" {shlex.quote(word)}" for word in shown), contestants, pairs, said, options.steps)
+            text = page(given.partition(" --output")[0], contestants, pairs, said, options.steps)
+            if options.output:
+                options.output.write_text(text)
     print(text, end="")
-    if options.output:
-        options.output.write_text(text)
     return 0
 
 

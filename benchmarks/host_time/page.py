@@ -125,7 +125,7 @@ def page(flags: str, of_contestants: Sequence[str], of_pairs: Sequence[str], sai
     lines = [
         "# What a step asks of the host, beside TRL's",
         "",
-        f"`python -m benchmarks.host_time{flags}`  ",
+        f"`python -m benchmarks.host_time {flags}`  ",
         f"{device()}, gloo; {datetime.now(UTC):%Y-%m-%d}; {steps} timed steps of each trainer  ",
         ", ".join(f"{name} {version(name)}" for name in PACKAGES),
         "",
