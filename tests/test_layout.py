@@ -30,9 +30,9 @@ STAGES: list[tuple[str, ...]] = [
     ("ranks", "launch", "regions"),  # processes that start, meet, agree and end together
     ("data",),  # names and files -> tokenised documents
     ("packing",),  # lengths -> packs
-    ("collate",),  # packs -> batches
     ("model",),  # files -> a model
-    ("sequence",),  # batches -> one rank's part
+    ("sequence",),  # where the documents of a batch lie, and one rank's part of it
+    ("collate",),  # packs -> batches
     ("attention", "recurrent", *PACKAGES_OF_BACKENDS),
     ("layers",),  # the head and its loss, MLPs, chunked layers
     ("parallel", "policy", "longctx"),  # all of the above for someone's own loop; `import longctx` offers it
@@ -55,6 +55,7 @@ FILES = {_module_name(path): path for top in ("longctx", "benchmarks") for path 
 
 # Pure, or nearly so: these import nothing of ours but each other, and every stage may import them.
 ANYWHERE = {
+    "longctx.regions",
     "longctx.ring.line",
     "longctx.ring.plan",
     "longctx.ring.planner",
