@@ -39,7 +39,7 @@ class DocumentStream:
         """
         self.encoder, self.place = encoder, place
         self.key = encoder_key(encoder)
-        """Digest of what makes the documents. It is taken here, because SFTTrainer changes the tokenizer later."""
+        """Digest of what makes the documents. It is taken here, before a .jinja template is put on the tokenizer."""
         self.records = records.with_format("arrow") if encoder.tokenizer is None else records
 
     def __iter__(self) -> Iterator[dict[str, NDArray[np.int32]]]:

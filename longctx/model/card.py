@@ -62,7 +62,7 @@ def model_card(
 
 # {repository.split("/")[-1]}
 
-{what}{of_base}, trained with longctx, which builds on [TRL](https://github.com/huggingface/trl)'s SFTTrainer.
+{what}{of_base}, trained with longctx, which takes the flags of [TRL](https://github.com/huggingface/trl).
 
 ```python
 {load.format(repository=repository, base=base or "BASE")}

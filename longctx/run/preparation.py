@@ -242,7 +242,7 @@ def read_tokenizer(settings: Mapping[str, Any], model_config: PretrainedConfig) 
     path = settings["chat_template_path"]
     if path and not is_template_file(path):
         take_chat_template(tokenizer, path)
-    for kind in ("eos_token", "pad_token"):  # which SFTTrainer sets again: they come before those of the template
+    for kind in ("eos_token", "pad_token"):  # they come before those of the template
         if settings[kind] is not None:
             if settings[kind] not in tokenizer.get_vocab():
                 raise ValueError(f"--{kind} {settings[kind]!r} is not in the tokenizer's vocabulary. Use one that is.")

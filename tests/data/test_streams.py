@@ -327,7 +327,7 @@ def test_the_template_of_another_tokenizer(tmp_path) -> None:
 
 
 def test_a_named_eos_token_comes_before_the_template_s(tmp_path) -> None:
-    """SFTTrainer saves the tokenizer with the token that was named, so documents have to end with that token."""
+    """The tokenizer is saved with the token that was named, so documents have to end with that token."""
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     other = _saved_tokenizer(tmp_path, chat_template=template, eos_token="<|im_end|>")
     settings = {"model_name_or_path": "tiny", "model_revision": None, "trust_remote_code": False, "pad_token": None}

@@ -9,6 +9,7 @@ from trl import RewardTrainer, SFTConfig, SFTTrainer
 
 import longctx
 from longctx.model.tiny import tiny_model, tiny_tokenizer
+from longctx.training.checkpoint import CheckpointError
 from longctx.training.trainer import SequenceMixin
 from tests.workers import run_ranks
 
@@ -31,17 +32,23 @@ def arguments(folder, **given):
     return SFTConfig(output_dir=str(folder), **common | given)
 
 
-def train(folder, sp, resume_from=None):
+def train(folder, sp, resume_from=None, accumulation=2):
     """Train on texts, with TRL's own packing, evaluation and checkpoints; returns the log."""
     saved = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": SAVED, "save_steps": SAVED}
-    packed = {"packing": True, "max_length": 256, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
-    args = arguments(folder, max_steps=STEPS, logging_steps=1, **packed, **saved)
+    batch = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": accumulation}
+    args = arguments(folder, max_steps=STEPS, logging_steps=1, packing=True, max_length=256, **batch, **saved)
     model, sequence = longctx.parallelize(tiny_model(), sp=sp, device=args.device)
     trainer = Mine(
         model, args, train_dataset=TEXTS, eval_dataset=TEXTS, processing_class=tiny_tokenizer(), sequence=sequence
     )
     trainer.train(resume_from_checkpoint=resume_from)
     return trainer.state.log_history
+
+
+def refused(*given):
+    with pytest.raises(CheckpointError) as error:
+        train(*given)
+    return str(error.value)
 
 
 def numbers(log):
@@ -58,6 +65,8 @@ def test_a_trainer_of_ones_own_trains_evaluates_and_resumes(tmp_path):
     assert [entry["step"] for entry in numbers(whole)] == [1, 2, 2, 3, 4, 4, 4] == [e["mine"] for e in numbers(whole)]
     for entry, reference in zip(numbers(whole), numbers(one), strict=True):  # fp32: sums over other tokens first
         assert entry == pytest.approx(reference, rel=2e-6)
+    [error] = run_ranks(1, f"{__name__}:refused", tmp_path / "other", 1, str(tmp_path / "one" / "checkpoint-2"), 3)
+    assert "was written with 2 sequences in a step, and this run has 3" in error
 
 
 class Weighted(SFTTrainer):

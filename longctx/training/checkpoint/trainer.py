@@ -29,6 +29,7 @@ from longctx.training.checkpoint.files import (
     Manifest,
     NotSavedError,
     check_files,
+    check_same,
     checkpoint_name,
     damage_named,
     describe_files,
@@ -248,6 +249,9 @@ class ResumableMixin(PushingMixin):
 
     def _restore(self, folder: Path, loader: DataLoader) -> None:
         manifest = read_manifest(folder)
+        if self.is_world_process_zero():  # a trainer of one's own has not asked before it read the weights
+            now = {"data": dict(self.data_identity()), "optimization": optimization_flags(self.args)}
+            check_same(manifest, folder, sequences_per_step=self.layout()["sequences_per_step"], **now)
         reader = StateReader(folder, last_step=manifest.step)
         here = trained_shapes(self.model_wrapped)
         if manifest.parameters != here:
