@@ -16,7 +16,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -28,6 +27,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from longctx.model.allow_list import head_size, num_heads
 from longctx.upstream.transformers_internals import replace_forward, with_names
+
+Function = Callable[..., Any]
 
 NORMS, ROPE, SWIGLU, GEGLU = "rms_norm", "rope", "swiglu", "geglu"
 """Parts of a model, by Liger's names."""
@@ -194,7 +195,7 @@ def _undone(modeling: ModuleType) -> Iterator[dict[str, Any]]:
         vars(modeling).update({name: before[name] for name in replaced if name in before})
 
 
-def _replace_rope(module: nn.Module, rope: Callable[..., tuple[Tensor, Tensor]]) -> None:
+def _replace_rope(module: nn.Module, rope: Function) -> None:
     """Have an attention module call Liger's function where its code calls transformers'."""
     forward = inspect.unwrap(type(module).forward)  # transformers renames deprecated keywords around it
     if not isinstance(forward, FunctionType) or "apply_rotary_pos_emb" not in forward.__code__.co_names:
@@ -205,16 +206,6 @@ def _replace_rope(module: nn.Module, rope: Callable[..., tuple[Tensor, Tensor]])
 # ------------------------------------------------------------------------------------------------
 # Is it exact here?
 # ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Case:
-    """A kernel, what it is to compute, and the shapes of its inputs."""
-
-    name: str
-    kernel: Callable[..., Any]
-    reference: Callable[..., Any]
-    shapes: Sequence[tuple[int, ...]]
 
 
 def check_liger(config: PretrainedConfig, parts: tuple[str, ...], device: torch.device, dtype: torch.dtype) -> None:
@@ -229,58 +220,59 @@ def check_liger(config: PretrainedConfig, parts: tuple[str, ...], device: torch.
     Raises:
         ValueError: for a kernel that fails or that is off by more than BOUNDS.
     """
-    for case in _cases(config, parts):
+    word = "bf16" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch.")
+    for name, kernel, reference, shapes in _cases(config, parts):
         generator = torch.Generator().manual_seed(0)
-        inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in case.shapes]
+        inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+        exact = _with_gradients(reference, [x.double() for x in inputs])  # first: a kernel may overwrite its inputs
         try:
-            error = max(_errors(case, inputs, device))
+            found = _with_gradients(kernel, [x.to(device) for x in inputs])
         except torch.OutOfMemoryError:
             raise
         except Exception as failure:  # whatever a compiler or driver raises
             reason = str(failure).strip().partition("\n")[0]
             raise ValueError(
-                f"--use_liger_kernel True: Liger's kernel of {case.name} fails on this machine in {_word(dtype)}: "
+                f"--use_liger_kernel True: Liger's kernel of {name} fails on this machine in {word}: "
                 f"{type(failure).__name__}: {reason}. Leave it out."
             ) from failure
+        error = max(float((x - y).norm() / y.norm()) for x, y in zip(found, exact, strict=True))
         if not error <= BOUNDS[dtype]:  # NaN is wrong too
             raise ValueError(
-                f"--use_liger_kernel True: Liger's kernel of {case.name} is off by {error:.1e} on this machine in "
-                f"{_word(dtype)}, and {BOUNDS[dtype]:.0e} is allowed. Leave it out."
+                f"--use_liger_kernel True: Liger's kernel of {name} is off by {error:.1e} on this machine in "
+                f"{word}, and {BOUNDS[dtype]:.0e} is allowed. Leave it out."
             )
-
-
-def _word(dtype: torch.dtype) -> str:
-    return "bf16" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch.")
 
 
 _TOKENS = 5
 
 
-def _cases(config: PretrainedConfig, parts: tuple[str, ...]) -> Iterator[_Case]:
+def _cases(config: PretrainedConfig, parts: tuple[str, ...]) -> Iterator[tuple[str, Function, Function, Sequence]]:
+    """Yield a kernel's name, the kernel, what it is to compute, and the shapes of its inputs."""
     from liger_kernel.ops import LigerGELUMulFunction, LigerRMSNormFunction, LigerSiLUMulFunction
     from liger_kernel.transformers.rope import liger_rotary_pos_emb
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     text = config.get_text_config()
     if NORMS in parts:
+        shapes = [(1, _TOKENS, text.hidden_size), (text.hidden_size,)]
         for offset, casting in ((0.0, "llama"), (1.0, "gemma")):
-            yield _Case(
+            yield (
                 "RMSNorm",
                 lambda x, w, o=offset, c=casting: LigerRMSNormFunction.apply(x, w, 1e-6, o, c, False, None),
                 lambda x, w, o=offset: F.rms_norm(x, x.shape[-1:], eps=1e-6) * (w + o),
-                [(1, _TOKENS, text.hidden_size), (text.hidden_size,)],
+                shapes,
             )
     wide = [(1, _TOKENS, text.intermediate_size)] * 2
     if SWIGLU in parts:
-        yield _Case("SwiGLU", LigerSiLUMulFunction.apply, lambda a, b: F.silu(a) * b, wide)
+        yield "SwiGLU", LigerSiLUMulFunction.apply, lambda a, b: F.silu(a) * b, wide
     if GEGLU in parts:
-        yield _Case("GeGLU", LigerGELUMulFunction.apply, lambda a, b: F.gelu(a, approximate="tanh") * b, wide)
+        yield "GeGLU", LigerGELUMulFunction.apply, lambda a, b: F.gelu(a, approximate="tanh") * b, wide
     if ROPE in parts:
-        heads, size = num_heads(text), head_size(text)
-        yield _Case(
+        yield (
             "rotary embeddings",
             lambda q, k: liger_rotary_pos_emb(q.clone(), k.clone(), *_angles(q)),
-            lambda q, k: tuple(x * _angles(q)[0] + _half_turn(x) * _angles(q)[1] for x in (q, k)),
-            [(1, count, _TOKENS, size) for count in heads],
+            lambda q, k: apply_rotary_pos_emb(q, k, *_angles(q)),
+            [(1, count, _TOKENS, head_size(text)) for count in num_heads(text)],
         )
 
 
@@ -289,27 +281,13 @@ def _angles(x: Tensor) -> tuple[Tensor, Tensor]:
     tokens, size = x.shape[-2:]
     half = torch.outer(torch.arange(float(tokens)), 10_000 ** (-torch.arange(0, size, 2) / size))
     angles = torch.cat((half, half), dim=-1)[None]
-    cos, sin = (part.bfloat16().to(x) for part in (angles.cos(), angles.sin()))
-    return cos, sin
+    return angles.cos().bfloat16().to(x), angles.sin().bfloat16().to(x)
 
 
-def _half_turn(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
-
-
-def _errors(case: _Case, inputs: list[Tensor], device: torch.device) -> Iterator[float]:
-    """Return the relative error of each output and gradient. The reference computes in fp64 on the CPU."""
-    exact_inputs = [x.double().requires_grad_() for x in inputs]
-    given = [x.to(device).requires_grad_() for x in inputs]
-    exact, found = _as_tuple(case.reference(*exact_inputs)), _as_tuple(case.kernel(*given))
+def _with_gradients(function: Function, inputs: list[Tensor]) -> list[Tensor]:
+    """Return a function's outputs and gradients in fp64 on the CPU, for the same upstream gradients in any dtype."""
+    outputs = function(*(x.requires_grad_() for x in inputs))
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     generator = torch.Generator().manual_seed(1)
-    upstream = [torch.randn(x.shape, generator=generator).to(inputs[0].dtype) for x in exact]
-    exact_grads = torch.autograd.grad(exact, exact_inputs, [x.double() for x in upstream])
-    grads = torch.autograd.grad(found, given, [x.to(device) for x in upstream])
-    for wanted, actual in zip((*exact, *exact_grads), (*found, *grads), strict=True):
-        yield float((actual.detach().cpu().double() - wanted.detach()).norm() / wanted.detach().norm())
-
-
-def _as_tuple(x: Any) -> tuple[Tensor, ...]:
-    return x if isinstance(x, tuple) else (x,)
+    upstream = [torch.randn(x.shape, generator=generator).bfloat16().to(x) for x in outputs]
+    return [x.detach().cpu().double() for x in (*outputs, *torch.autograd.grad(outputs, inputs, upstream))]
