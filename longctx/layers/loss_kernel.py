@@ -92,15 +92,7 @@ def _losses_of_a_token(
 
 @triton.jit
 def _gradient_of_a_block(
-    products,
-    targets,
-    lses,
-    vocabulary,
-    inner,
-    outer,
-    smoothing,
-    CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    products, targets, lses, vocabulary, inner, outer, smoothing, CAPPED: tl.constexpr, BLOCK: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
     products += token * vocabulary
