@@ -45,12 +45,17 @@ LONG_COMMANDS = {
     "the demo until its first step": "train --output_dir demo",
 }
 RUN = "--max_steps 5 --max_length 512 --logging_steps 1 --report_to none --disable_tqdm True --use_cpu True"
-CHECKPOINTS = {"with": "True", "without": "False"}
+CHECKPOINTS = {
+    "with": "True",
+    "with selective": """True --gradient_checkpointing_kwargs {"selective":true}""",
+    "without": "False",
+}
 LAYOUTS = {
     "sp 1": (1, ""),
     "ring 2 on FSDP2": (2, "--sp 2 --sp_backend ring"),
     "Ulysses 2 on ZeRO-3": (2, "--sp 2 --sp_backend ulysses"),
 }
+QUICK = ("sp 1", "ring 2 on FSDP2")
 DOCUMENTS = (307, 128, 61, 16)
 """Tokens of the documents of every sequence."""
 WARM_UP = 2
@@ -63,7 +68,7 @@ def golden(quick: bool) -> Iterator[tuple[str, Any]]:
     yield "reasons", recorded("counts").get("reasons", {})
     with tempfile.TemporaryDirectory() as folder:
         found = of_commands(Path(folder), COMMANDS if quick else COMMANDS | LONG_COMMANDS)
-        for processes in (1,) if quick else (1, 2):
+        for processes in (1, 2):
             found |= of_runs(Path(folder), processes, quick=quick)
     for what, counts in found.items():
         counts[counter.READ] >>= 10  # what /proc says of a process varies by some bytes
@@ -113,7 +118,11 @@ def of_runs(folder: Path, processes: int, *, quick: bool) -> dict[str, list[int]
     if processes == 1:
         prepare = f"--prepare_only True --model_name_or_path tiny --max_length 4096 --dataset_name {folder}"
         cases |= {"prepare first": f"{prepare}/first.jsonl", "prepare": f"{prepare}/second.jsonl"}
-    layouts = {layout: flags for layout, (ranks, flags) in LAYOUTS.items() if ranks == processes}
+    layouts = {
+        layout: flags
+        for layout, (ranks, flags) in LAYOUTS.items()
+        if ranks == processes and (layout in QUICK or not quick)
+    }
     for layout, flags in layouts.items():
         for how, value in CHECKPOINTS.items():
             cases[f"{layout} {how}"] = f"{given} {flags} --gradient_checkpointing {value} --save_strategy no"
