@@ -193,9 +193,9 @@ def train(flags, resume_from=None, num_steps=None):
         training_step = trainer.training_step
 
         def spied(model, inputs, *arguments, **keywords):
-            first_tokens = inputs["position_ids"].flatten() == 0
-            is_padding = inputs["labels"].flatten() == -100
-            tokens = inputs["input_ids"].flatten()
+            first_tokens = inputs.position_ids.flatten() == 0
+            is_padding = inputs.labels.flatten() == -100
+            tokens = inputs.input_ids.flatten()
             starts = first_tokens.nonzero().flatten().tolist()
             ends = [*starts[1:], len(tokens)]
             read.extend(
