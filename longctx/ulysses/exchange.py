@@ -5,6 +5,7 @@ Shape legend: P ranks, S tokens of the whole sequence, H query heads, K key/valu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ def usable_sizes(num_heads: int) -> str:
     return f"one of --sp {legal_sizes(num_heads)}" if num_heads > 1 else "--sp 1"
 
 
+@functools.cache
 def key_value_copies(num_heads: int, num_key_value_heads: int, world_size: int) -> int:
     """Return how often each key/value head is repeated so that every rank gets those its query heads use.
 
