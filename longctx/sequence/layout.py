@@ -66,11 +66,11 @@ class Layout:
     """The ring's plan of the cut. If None, rank r holds the r-th of P equal slices."""
 
     def __post_init__(self) -> None:
-        num_tokens, before = self.shape[0] * self.shape[1], np.append(PADDING, self.kind[:-1])
-        if self.bounds[0] != 0 or self.bounds[-1] != num_tokens or (np.diff(self.bounds) <= 0).any():
-            raise ValueError(f"bounds {self.bounds[:8].tolist()} do not ascend from 0 to the {num_tokens} tokens.")
-        if ((self.kind == BRANCH) & (before != TRUNK) & (before != BRANCH)).any():
-            raise ValueError("a branch follows neither a trunk nor another branch.")
+        assert self.bounds[0] == 0, "the first segment begins at token 0"
+        assert self.bounds[-1] == self.num_tokens, "the last segment ends at token T"
+        assert (np.diff(self.bounds) > 0).all(), "segments have tokens"
+        before = np.append(PADDING, self.kind[:-1])
+        assert np.isin(before[self.is_branch], (TRUNK, BRANCH)).all(), "branches follow their trunk"
 
     @classmethod
     def of_documents(
