@@ -156,7 +156,7 @@ CALLS = {
         lambda: install_chunked(tiny_model(), 0, torch.device("cpu"), LayerCheckpoints()),
         "sequence_chunk_size 0 is below 1",
     ),
-    "2^31 tokens": (lambda: _varlen_arguments(np.array([1 << 30, 1 << 30])), "more than 32-bit cu_seq_lens"),
+    "2^31 tokens": (lambda: _varlen_arguments(np.array([0, 1 << 30, 1 << 31])), "more than 32-bit cu_seq_lens"),
     "no table": (lambda: arrow_table([1]), "expected a datasets.Dataset or a pyarrow.Table, got list"),
     "no tokens": (lambda: token_columns(pa.table({"a": ["x"]}), ["a"]), "column 'a' is not a list of numbers"),
     "no host": (lambda: first_host(""), "names no host. Set MASTER_ADDR"),
