@@ -27,6 +27,8 @@ def start_deepspeed_on_gloo() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # As DeepSpeed's launcher does, or it starts nine processes in every step to ask how many devices there are.
+    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
 
 
