@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -150,6 +150,10 @@ class RingPlan:
     @cached_property
     def _shard_cache(self) -> dict[int, RankShard]:
         return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all but arrays of T, which a data loader's worker need not send."""
+        return {name: value for name, value in vars(self).items() if name not in ("permutation", "rank_of_token")}
 
     @cached_property
     def _split_table(self) -> _SplitTable:

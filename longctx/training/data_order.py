@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice, repeat
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -264,51 +264,41 @@ class StepStream(IterableDataset):
         return None if num_rows < (self.rows_per_step if self.drop_last else 1) else mine
 
 
+@dataclass(frozen=True)
 class ShardCollator:
     """Makes one rank's part of the batch of some rows, in a data loader's worker: it plans the cut, and cuts.
 
     A rank without rows gets only padding.
-
-    Args:
-        also: what a training method adds, of rows, the whole batch, its layout and the rank's number in its group.
     """
 
-    def __init__(
-        self,
-        collator: SequenceCollator,
-        dims: ParallelDims,
-        rank: int,
-        *,
-        time_of: TimeOfPlan | None = None,
-        also: Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any], Layout, int], dict[str, Any]] | None = None,
-    ):
-        self.collator, self.dims, self.sp_rank, self.time_of, self.also = (
-            collator,
-            dims,
-            dims.sp_rank(rank),
-            time_of,
-            also,
-        )
+    collator: SequenceCollator
+    dims: ParallelDims
+    rank: int
+    time_of: TimeOfPlan | None = None
+    """As in `Layout.spread`."""
+    also: Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any], Layout, int], dict[str, Any]] | None = None
+    """Returns what a training method adds, of rows, whole batch, layout and this rank's number in its group."""
 
     def __call__(self, rows: list[dict[str, Any]]) -> Shard:
         with region("pack"):
+            sp_rank = self.dims.sp_rank(self.rank)
             batch, layout = self.collator.with_layout(rows)
             layout = layout.spread(self.dims, self.time_of)
             if layout.plan is not None:
-                layout.plan.shard(self.sp_rank // self.dims.ulysses)  # planned here, and not in the first layer
-            extras = {} if self.also is None else self.also(rows, batch, layout, self.sp_rank)
-            return cut(batch, layout, self.sp_rank, extras)
+                layout.plan.shard(sp_rank // self.dims.ulysses)  # planned here, and not in the first layer
+            extras = {} if self.also is None else self.also(rows, batch, layout, sp_rank)
+            return cut(batch, layout, sp_rank, extras)
 
     def whole(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the batch before it is cut, for a computation on one device."""
         return self.collator(rows) | {"lengths": [len(row["input_ids"]) for row in rows]}
 
 
+@dataclass(frozen=True)
 class StreamCollator:
     """Adds the state of the stream as `stream_read`, from a data loader's worker too."""
 
-    def __init__(self, collator: ShardCollator):
-        self.collator = collator
+    collator: ShardCollator
 
     def __call__(self, micro_batch: MicroBatch) -> Shard | None:
         if micro_batch.rows is None:  # which the Trainer skips
