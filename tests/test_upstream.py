@@ -106,6 +106,7 @@ ROOM = {
         *("single_partition_of_fp32_groups", "update_lp_params"),
     },
     "deepspeed.utils.mixed_precision_linkage": {"_hp_mapping", "param_group_index"},
+    "deepspeed.utils.nvtx": {"enable_nvtx"},
     "deepspeed.utils.tensor_fragment": {"hp_fragment_address", "lp_fragment_address"},
     "deepspeed.utils.z3_leaf_module": {"_z3_leaf"},
     "torch.autograd.graph:saved_tensors_hooks": {"pack_hook", "unpack_hook"},

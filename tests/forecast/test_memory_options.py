@@ -232,6 +232,16 @@ def test_buckets_of_a_plain_run_hold_a_layer():
     assert config.keys() == {"zero_optimization"}
 
 
+def test_zero_names_none_of_its_functions_for_a_profiler(monkeypatch):
+    """It would do so in every layer, whether one listens or not."""
+    from deepspeed.utils import nvtx
+
+    monkeypatch.setattr(nvtx, "enable_nvtx", True)
+    sizes, config = ModelSizes.of_config(tiny_config()), {"zero_optimization": {"stage": 3}}
+    configure_deepspeed(config, resolved(*ULYSSES).memory_options, sizes, num_ranks=2, use_cpu=True)
+    assert not nvtx.enable_nvtx
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("memory", ["balanced", "longest"])
 def test_buckets_are_even(memory, stage):
