@@ -186,7 +186,7 @@ def _read_row(example: Mapping[str, Any], number: int) -> _Row:
                 "Tokenise without padding; the collator pads"
             )
     lengths = _seq_lengths(example, number, len(input_ids))
-    branches = np.asarray(example.get("branch_starts", ()), dtype=np.int64)
+    branches = np.asarray(() if example.get("branch_starts") is None else example["branch_starts"], dtype=np.int64)
     check_branch_starts(branches, np.cumsum(lengths) - lengths, len(input_ids))
     return _Row(input_ids, _labels(example, number, input_ids), lengths, branches)
 

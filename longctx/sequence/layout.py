@@ -133,6 +133,7 @@ class Layout:
             ValueError: for descriptions that contradict each other, left padding, labels on padding, in trunks or below
                 0 other than −100, and inputs that nothing would read.
         """
+        batch = {name: value for name, value in batch.items() if value is not None}
         _check_inputs(batch)
         ids, labels = batch["input_ids"], batch["labels"]
         real = _row_lengths(batch)
@@ -140,20 +141,22 @@ class Layout:
         if real is not None:
             padded = np.arange(len(real)) * ids.shape[1] + real
             starts = np.union1d(starts, padded[real < ids.shape[1]])
+        branches = _host(batch.get("branch_starts", ()))
         layout = cls.of_documents(
             ids,
             labels,
             starts,
-            branch_starts=None if (branches := batch.get("branch_starts")) is None else _host(branches),
+            branch_starts=branches,
             row_lengths=real,
             lengths=None if real is None else [int(n) for n in batch.get("lengths", real)],
         )
         _check_labels(layout, _host(labels))
-        if layout.segments is not None:
+        if len(branches):
             _check_branches(layout, batch)
         if (given := batch.get("layout")) is None:
             return layout
-        if (given.shape, given.digest) != (layout.shape, layout.digest):
+        same = (given.shape, given.digest) == (layout.shape, layout.digest)
+        if not same or (real is not None and (given.kind != layout.kind).any()):
             raise ValueError(
                 f"the batch's layout is of another batch, of {given.shape[0]} × {given.shape[1]} tokens with "
                 f"{given.num_targets} targets. Leave layout out, or make it of this batch."
@@ -276,17 +279,23 @@ def _plan(cu_seqlens: bytes, ring: int, time_of: TimeOfPlan | None) -> RingPlan:
     return plan_ring(np.frombuffer(cu_seqlens, np.int64), ring, time_of=time_of)
 
 
-def _host(tensor: torch.Tensor) -> NDArray[Any]:
-    return tensor.cpu().contiguous().numpy().reshape(-1)
+def _host(values: ArrayLike | torch.Tensor) -> NDArray[Any]:
+    return torch.as_tensor(values).cpu().contiguous().numpy().reshape(-1)
 
 
 def _check_inputs(batch: Mapping[str, Any]) -> None:
     for name in ("input_ids", "labels"):
-        if batch.get(name) is None:
+        if name not in batch:
             given = ", ".join(sorted(map(str, batch)))
             raise ValueError(f"the batch has no {name}, only {given}. Make it with longctx.collate.SequenceCollator.")
-    unread = [name for name in _UNREAD if batch.get(name) is not None]
-    if (types := batch.get("token_type_ids")) is not None and types.any():
+    shape = tuple(batch["input_ids"].shape)
+    for name in ("labels", "position_ids"):
+        if name in batch and (len(shape) != 2 or batch[name].shape != shape):
+            raise ValueError(
+                f"{name} have shape {tuple(batch[name].shape)}, and input_ids {shape}. Give both as [B, S]."
+            )
+    unread = [name for name in _UNREAD if name in batch]
+    if "token_type_ids" in batch and batch["token_type_ids"].any():
         unread.append("token_type_ids")
     if unread:
         raise ValueError(f"the batch has {unread[0]}, which is not supported: only input_ids are cut. Leave it out.")
@@ -307,8 +316,8 @@ def _starts(batch: Mapping[str, Any]) -> NDArray[np.int64]:
     positions, bounds = batch.get("position_ids"), batch.get("cu_seq_lens_q")
     if bounds is not None:
         bounds = _host(bounds).astype(np.int64)
-        ascends = bounds[0] == 0 and bounds[-1] == rows * width and (np.diff(bounds) > 0).all()
-        if not ascends or not np.isin(of_rows, bounds).all():
+        ascends = (np.diff(bounds) > 0).all() and np.isin(np.append(of_rows, rows * width), bounds).all()
+        if not ascends or (bounds[0], bounds[-1]) != (0, rows * width):
             raise ValueError(
                 f"cu_seq_lens_q {bounds[:8].tolist()} must ascend from 0 to the batch's {rows * width} tokens, "
                 "with a boundary wherever a row begins. Make the batch with longctx.collate.SequenceCollator."
@@ -317,7 +326,7 @@ def _starts(batch: Mapping[str, Any]) -> NDArray[np.int64]:
         return of_rows if bounds is None else bounds[:-1]
     positions = positions.cpu().numpy()
     starts = np.flatnonzero(positions == 0)
-    if batch.get("branch_starts") is not None:  # with which positions are compared as a whole
+    if len(batch.get("branch_starts", ())):  # with which positions are compared as a whole
         starts = np.union1d(starts, of_rows)
     elif (positions[:, 0] != 0).any() or ((np.diff(positions) != 1) & (positions[:, 1:] != 0)).any():
         raise ValueError(
@@ -339,18 +348,19 @@ def _row_lengths(batch: Mapping[str, Any]) -> NDArray[np.int64] | None:
     lengths, mask = batch.get("lengths"), batch.get("attention_mask")
     by_mask = None
     if mask is not None:
-        real = mask.cpu().numpy()
-        numbers = (real > 1).any() and batch.get("position_ids") is None and batch.get("cu_seq_lens_q") is None
-        if real.shape != (rows, width) or numbers or ((real[:, 1:] != 0) & (real[:, :-1] == 0)).any():
+        real = mask.cpu().bool().numpy()
+        numbers = (mask > 1).any() and "position_ids" not in batch and "cu_seq_lens_q" not in batch
+        if real.shape != (rows, width) or numbers or (real[:, 1:] & ~real[:, :-1]).any():
             raise ValueError(
                 f"attention_mask of shape {real.shape} must be [B, S], and ones followed by zeros in every row (right "
                 "padding). Set padding_side='right', give position_ids that restart at 0 with every document, or make "
                 "the batch with longctx.collate.SequenceCollator."
             )
-        by_mask = (real != 0).sum(1)
+        by_mask = real.sum(1)
     if lengths is None:
         return by_mask
-    if (rows > 1 and len(lengths) != rows) or max(lengths, default=0) > width or sum(lengths) > rows * width:
+    fits = all(0 <= n <= width for n in lengths) and sum(lengths) <= rows * width
+    if not fits or (rows > 1 and len(lengths) != rows):
         raise ValueError(f"lengths {list(lengths)} do not fit a batch of {rows} × {width} tokens.")
     found = np.array([sum(lengths)] if rows == 1 else list(lengths), dtype=np.int64)
     if by_mask is not None and not np.array_equal(found, by_mask):
@@ -376,7 +386,8 @@ def _check_branches(layout: Layout, batch: Mapping[str, Any]) -> None:
     """Raise ValueError unless positions and labels are those that branches need."""
     starts = layout.bounds[:-1][layout.is_branch]
     positions = batch.get("position_ids")
-    if positions is None or not np.array_equal(layout.position_ids(), _host(positions)):
+    real = layout.real_tokens()
+    if positions is None or (layout.position_ids() != _host(positions))[real].any():
         raise ValueError(
             f"position_ids do not fit branch_starts {starts[:8].tolist()}: they must start at 0 in every document and "
             "at the length of its trunk in every branch. Make the batch with longctx.collate.SequenceCollator."
