@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -130,9 +130,21 @@ class ReferencedPreferenceLoss(PreferenceLoss):
             return self.document_sums(shard, outputs, batch.extras["pairs"])[..., 0].cpu().numpy()
 
 
-def adapters_off(model: nn.Module) -> AbstractContextManager[Any]:
-    """Return the context in which the model is what it was without adapters."""
-    return cast(Any, model).disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Make the model what it was without adapters, for passes without gradients.
+
+    Which weights are trained stays as it is. PEFT takes weights of --lora_modules_to_save out of training here, and
+    FSDP2 would leave those out for good that are gathered for the first time meanwhile.
+    """
+    if not hasattr(model, "disable_adapter"):
+        yield
+        return
+    is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    with cast(Any, model).disable_adapter():
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_trained[name])
+        yield
 
 
 def _read(path: Path, num_pairs: int) -> NDArray[np.float64] | None:

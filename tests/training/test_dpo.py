@@ -182,7 +182,14 @@ def histories_of_trl(model, records, cases, folder, lora):
             **options,
         )
         load = AutoModelForCausalLM.from_pretrained
-        adapter = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+        adapter = LoraConfig(
+            r=16,
+            lora_alpha=32,
+            lora_dropout=0.0,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+            modules_to_save=["norm"],
+        )
         trainer = DPOTrainer(
             model=load(model, dtype="float32"),
             ref_model=None if lora else load(model, dtype="float32"),
@@ -366,7 +373,8 @@ def test_options_without_an_exact_step_are_refused_by_name(layout, options, said
     ids=lambda part: part if isinstance(part, str) else next(iter(part)),
 )
 def test_chats_and_adapters_are_those_of_trl(layout, options, saved_model, trl, tmp_path, parity_table):
-    adapter = ["--use_peft", "True", "--lora_target_modules", "all-linear"] if "lora" in options else []
+    adapter = ["--use_peft", "True", "--lora_target_modules", "all-linear", "--lora_modules_to_save", "norm"]
+    adapter *= "lora" in options
     chats, losses = "conversational" in options, EARLY[:3] if "two" not in layout else EARLY[:1]
     found = run_layouts([layout], losses, saved_model, tmp_path, adapter, conversational=chats)
     expected = {loss: [e for e in log if "loss" in e] for loss, log in trl(losses, **options).items()}
