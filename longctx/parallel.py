@@ -125,7 +125,7 @@ class SequenceParallel:
         check_same_batch(digest, self.groups.sequence)
         self._batches_agree = True
 
-    def begin_step(self, layouts: Sequence[Layout], *counts: int) -> StepCounts:
+    def begin_step(self, layouts: Sequence[Layout], *counts: int, error: Exception | None = None) -> StepCounts:
         """Begin an optimizer step: send what its denominators are summed from, and a digest of its micro-batches.
 
         Called by all ranks together. The result's `read` waits for the sums over all sequence groups, and raises
@@ -134,13 +134,14 @@ class SequenceParallel:
         Args:
             layouts: of this rank's micro-batches of the step.
             counts: what this rank has counted in them, as every rank of its sequence group has.
+            error: what went wrong in reading them, which `read` raises; on all ranks if it is a DataError.
         """
         group = None
         if dist.is_initialized():
             check_world_size(self.dims)
             group = host_group(dist.group.WORLD)
         self._batches_agree = True  # or `read` raises an error
-        return StepCounts(layouts, counts, self.dims, self.rank, group)
+        return StepCounts(layouts, counts, self.dims, self.rank, group, error)
 
     def count_label_tokens(self, batches: Sequence[Mapping[str, Tensor]]) -> int:
         """Return the denominator of the loss: the label tokens of one optimizer step, over all ranks.

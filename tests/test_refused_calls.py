@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, DynamicCache, Llama
 
 import longctx
 from longctx.attention.interface import longctx_attention
+from longctx.data import DataError
 from longctx.model.tiny import tiny_model
 from longctx.sequence.layout import PADDING, WHOLE, Layout
 from longctx.sequence.mesh import ParallelDims
@@ -219,7 +220,10 @@ def test_ranks_that_differ_are_refused():
 
 
 def steps_of_four_ranks():
-    """Return what a rank is told when it counts steps of two micro-batches: the same ones, and others on rank 3."""
+    """Return what a rank is told when it counts steps of two micro-batches: the same ones, and others on rank 3.
+
+    All ranks are told what rank 2 could not read.
+    """
     import torch.distributed as dist
 
     _, sequence = longctx.parallelize(tiny_model(), sp=2)
@@ -232,6 +236,10 @@ def steps_of_four_ranks():
             said.append(sequence.count_label_tokens(batches))
         except ValueError as error:
             said.append(str(error))
+    broken = DataError("data.jsonl:7: no text.") if dist.get_rank() == 2 else None  # sp ranks of its group have batches
+    step = sequence.begin_step([] if broken else [Layout.of_batch(batch_of())], 0, error=broken)
+    with pytest.raises(DataError, match=r"^data\.jsonl:7: no text\.$"):
+        step.read()
     return said
 
 

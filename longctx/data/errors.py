@@ -18,6 +18,9 @@ Part = TypeVar("Part")
 class DataError(ValueError):
     """The data cannot be read or used; the message names the place, what was expected and the remedy."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message.rpartition(f"{__name__}.DataError: ")[2].rstrip())  # without a worker's traceback
+
 
 RECORD_BYTES = 1 << 28
 """The largest line of JSON or text file. It is read before anything is known about it, so this bounds memory."""

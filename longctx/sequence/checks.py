@@ -59,6 +59,7 @@ class StepCounts:
         layouts: of this rank's micro-batches, which the ranks of a sequence group share.
         counts: what the group has counted in them, at least 0.
         group: of all ranks, for host tensors; None for one process.
+        error: what went wrong in reading the micro-batches.
     """
 
     def __init__(
@@ -68,11 +69,13 @@ class StepCounts:
         dims: ParallelDims,
         rank: int,
         group: dist.ProcessGroup | None,
+        error: Exception | None = None,
     ):
-        self._dims, self._rank = dims, rank
+        self._dims, self.error = dims, error
         self._digest = xxhash.xxh3_64_intdigest(repr([layout.digest for layout in layouts]).encode()) >> 2
+        highest = self._digest if error is None else 1 << 62  # which no digest is, so that all ranks see it
         self._table = torch.full((dims.dp, len(counts) + 2), -(1 << 62), dtype=torch.int64)
-        self._table[dims.dp_rank(rank)] = torch.tensor([*counts, self._digest, -self._digest])
+        self._table[dims.dp_rank(rank)] = torch.tensor([*counts, highest, -self._digest])
         self._work = None
         if group is not None:
             self._work = dist.all_reduce(self._table, dist.ReduceOp.MAX, group=group, async_op=True)
@@ -81,14 +84,20 @@ class StepCounts:
         """Return the sums of the counts over all sequence groups, after waiting for the message.
 
         Raises:
-            DataError: on all ranks, if those of any group do not have the same batches, with the first such rank.
+            DataError: on all ranks, if one could not read its batches, or those of any group do not have the same
+                batches, with the first such rank.
+            Exception: any other error in reading, on the rank that met it.
         """
+        if self.error is not None and not isinstance(self.error, DataError):
+            raise self.error
         if self._work is not None:
             with region("wait", "communication"):
                 self._work.wait()
         *counts, highest, lowest = self._table.T.tolist()
         if any(high != -low for high, low in zip(highest, lowest, strict=True)):
-            digests = gather_objects(self._digest)
+            digests, errors = zip(*gather_objects((self._digest, self.error and str(self.error))), strict=True)
+            if any(errors):
+                raise self.error or DataError(next(filter(None, errors)))
             firsts = [rank - self._dims.sp_rank(rank) for rank in range(len(digests))]
             rank, first = next(pair for pair in enumerate(firsts) if digests[pair[0]] != digests[pair[1]])
             raise DataError(

@@ -131,9 +131,8 @@ class SequenceMixin(EvaluatingMixin):
         self.costs, self.data_identity = costs, data_identity
         self.on_nonfinite, self.base_config = on_nonfinite, base_config
         self._tag_names = ("trl", objective.tag, "longctx")
-        self._iterator: Iterator[Shard] | None = None
-        self._coming: tuple[list[Shard], StepCounts, Exception | None]
-        """The step that was last read from `_iterator`, as of `_read_step`."""
+        self._coming: tuple[list[Shard], StepCounts] | None = None
+        """The epoch's next step, once it is read, as of `_read_step`."""
         self._uncounted: list[Shard] = []
         """The micro-batches of a step that has begun, before their routers' choices are counted."""
         self._memory_warnings = MemoryWarnings()
@@ -312,23 +311,21 @@ class SequenceMixin(EvaluatingMixin):
         That message travels while this step is computed. What goes wrong in reading the next step is an error of that
         step, so that this one is trained and saved.
         """
-        if self._iterator is not epoch_iterator:
-            self._iterator, self._coming = epoch_iterator, self._read_step(epoch_iterator)
-        shards, message, error = self._coming
-        if error is not None:
-            raise error
-        if self.state.global_step + 1 < self.state.max_steps:
-            self._coming = self._read_step(epoch_iterator)
-        assert len(shards) == num_batches, f"a step has {len(shards)} of its {num_batches} micro-batches"
+        shards, message = self._coming or self._read_step(epoch_iterator)
         counts = self.objective.denominators(message.read())
+        self._coming = None
+        if self.state.global_step + 1 < self.state.max_steps:
+            coming = self._read_step(epoch_iterator)
+            self._coming = coming if coming[0] or coming[1].error else None  # None after an epoch's last step
+        assert len(shards) == num_batches, f"a step has {len(shards)} of its {num_batches} micro-batches"
         self.has_seen_labels |= bool(counts)
         self._uncounted = shards
         if self.sequence.routers is not None:
             self.sequence.routers.expect(len(shards))
         return shards, counts
 
-    def _read_step(self, epoch_iterator: Iterator[Shard]) -> tuple[list[Shard], StepCounts, Exception | None]:
-        """Return the next step's micro-batches, none after an epoch's last one, its message, and what went wrong."""
+    def _read_step(self, epoch_iterator: Iterator[Shard]) -> tuple[list[Shard], StepCounts]:
+        """Return the next step's micro-batches, none after an epoch's last one, and its message."""
         shards: list[Shard] = []
         error: Exception | None = None
         try:
@@ -337,7 +334,7 @@ class SequenceMixin(EvaluatingMixin):
         except Exception as wrong:  # the other ranks expect a message all the same
             error = wrong
         layouts = [shard.layout for shard in shards]
-        return shards, self.sequence.begin_step(layouts, *self.objective.counts(shards)), error
+        return shards, self.sequence.begin_step(layouts, *self.objective.counts(shards), error=error)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return inputs  # cut on the CPU first; only this rank's part goes to the device
@@ -408,6 +405,7 @@ class SequenceMixin(EvaluatingMixin):
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train, then read the peaks of memory. Called by all ranks together."""
+        self._coming = None
         try:
             output = super().train(*args, **kwargs)
         finally:

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
 from transformers import Qwen3Config
 
+from longctx.data import DataError
 from longctx.model.tiny import tiny_model
 from longctx.packing import Packing, balanced_order, pack, pack_costs, shuffled_order, spread_step
 from longctx.packing.balance import LINEAR_COST, WINDOW_STEPS
@@ -207,3 +209,21 @@ def test_a_worker_shows_all_errors_while_it_has_a_parent():
     assert receiver.recv() == ["ConnectionResetError()", "EOFError()", "ValueError()"]
     worker.join()
     assert worker.exitcode == 0
+
+
+class Broken(Dataset):
+    """Rows of which the third cannot be read."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, number):
+        if number == 2:
+            raise DataError("data.jsonl:3: 'text' is no text. Use a string.")
+        return number
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_worker_s_error_in_data_is_told_without_its_traceback(num_workers):
+    with pytest.raises(DataError, match=r"^data\.jsonl:3: 'text' is no text\. Use a string\.$"):
+        list(DataLoader(Broken(), num_workers=num_workers))

@@ -274,6 +274,8 @@ def test_a_run_resumed_in_any_epoch_reads_the_rest(order, resumed, model, tmp_pa
 
     for step in [step for step in resumed if step < len(steps)]:
         again = [*flags, "--save_strategy", "no", "--output_dir", str(tmp_path / "again")]
-        rest, _, epochs_again = train(again, resume_from=tmp_path / "whole" / f"checkpoint-{step}", num_steps=2)
-        assert rest == steps[step : step + 2], step
-        assert epochs_again == pytest.approx(epochs[step : step + 2])
+        if step == 4:  # a worker that stays over the end of an epoch, whose iterator is one object in all of them
+            again += ["--dataloader_num_workers", "1", "--dataloader_persistent_workers", "True"]
+        rest, _, epochs_again = train(again, resume_from=tmp_path / "whole" / f"checkpoint-{step}", num_steps=3)
+        assert rest == steps[step : step + 3], step
+        assert epochs_again == pytest.approx(epochs[step : step + 3])
