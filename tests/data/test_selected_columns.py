@@ -31,7 +31,8 @@ def test_selected_columns_decide_the_kind_of_json_records(streaming, tmp_path, m
         run = resolve(parse_flags([*flags, "--max_steps", "1", "--dataset_name", str(path)]), read_profile({}), {})
         settings = {**run.settings, "datasets": [Source(path=str(path), columns=[*columns])]}
         data = prepare_data_set(settings, tokenizer, run.model_config)
-        return tokenizer.decode(next(iter(data.documents))["input_ids"])
+        documents = data.rows.source if streaming == "True" else data.documents
+        return tokenizer.decode(next(iter(documents))["input_ids"])
 
     assert first("text") == f"t{tokenizer.eos_token}"
     assert first("prompt", "completion") == f"pc{tokenizer.eos_token}"

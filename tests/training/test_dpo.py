@@ -182,14 +182,8 @@ def histories_of_trl(model, records, cases, folder, lora):
             **options,
         )
         load = AutoModelForCausalLM.from_pretrained
-        adapter = LoraConfig(
-            r=16,
-            lora_alpha=32,
-            lora_dropout=0.0,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-            modules_to_save=["norm"],
-        )
+        adapted = {"target_modules": "all-linear", "modules_to_save": ["norm"], "task_type": "CAUSAL_LM"}
+        adapter = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, **adapted)
         trainer = DPOTrainer(
             model=load(model, dtype="float32"),
             ref_model=None if lora else load(model, dtype="float32"),
@@ -374,9 +368,8 @@ def test_options_without_an_exact_step_are_refused_by_name(layout, options, said
 )
 def test_chats_and_adapters_are_those_of_trl(layout, options, saved_model, trl, tmp_path, parity_table):
     adapter = ["--use_peft", "True", "--lora_target_modules", "all-linear", "--lora_modules_to_save", "norm"]
-    adapter *= "lora" in options
     chats, losses = "conversational" in options, EARLY[:3] if "two" not in layout else EARLY[:1]
-    found = run_layouts([layout], losses, saved_model, tmp_path, adapter, conversational=chats)
+    found = run_layouts([layout], losses, saved_model, tmp_path, adapter * ("lora" in options), conversational=chats)
     expected = {loss: [e for e in log if "loss" in e] for loss, log in trl(losses, **options).items()}
     check_logs(found, expected, parity_table, "{}, " + ("chats" if chats else "LoRA"))
     first, *_, last = next(iter(found.values()))
@@ -388,8 +381,7 @@ def test_a_pair_of_equal_answers_prefers_neither():
     model, sequence = longctx.parallelize(tiny_model(), sp=1)
     flags = parse_flags([], DPO)
     loss = PreferenceLoss(sequence, {name: flags[name] for name in LOSS_FLAGS})
-    labels = [-100, 5, 6, -100, 5, 6, -100, 5, 6, -100, 5, 7]
-    ids = np.array([4, 5, 6, 4, 5, 6, 4, 5, 6, 4, 5, 7])
+    labels, ids = [-100, 5, 6, -100, 5, 6, -100, 5, 6, -100, 5, 7], np.array([4, 5, 6, 4, 5, 6, 4, 5, 6, 4, 5, 7])
     row = {"input_ids": ids, "labels": np.array(labels), "seq_lengths": np.full(4, 3)}
     row["reference"] = np.array([[-999.0, 0.0], [-999.0, 0.0]])  # prefers every chosen answer
     batch, layout = SequenceCollator(pad_token_id=0, pad_to_multiple_of=16, padding_free=True).with_layout([row])

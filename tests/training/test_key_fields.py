@@ -282,7 +282,7 @@ def PackedStreamOf(documents):
     from longctx.data import MixedStream
     from longctx.training.dataset import StreamedData
 
-    return StreamedData(documents=None, rows=PackedStream(MixedStream(documents, Mixture(names=())), 8))
+    return StreamedData(rows=PackedStream(MixedStream(documents, Mixture(names=())), 8))
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Manifest)])

@@ -410,7 +410,7 @@ def prepare_on_two_nodes(folder, model):
     settings |= {"dataset_streaming": True, "dataset_text_field": "text"}
     read, content_digests = [], fingerprint.content_digests
     fingerprint.content_digests = lambda files: read.append(files) or content_digests(files)
-    fingerprint.compare_files(settings, load_config(model), StreamedData(documents=None, rows=None), args)
+    fingerprint.compare_files(settings, load_config(model), StreamedData(rows=None), args)
 
     def on_each_node(output_dir, asked, best=False):
         args.output_dir, args.save_on_each_node, args.load_best_model_at_end = output_dir, asked, best
