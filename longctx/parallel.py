@@ -40,7 +40,7 @@ from longctx.sequence.batch import AttentionContext, ShardedBatch
 from longctx.sequence.checks import StepCounts, check_same_batch, check_world_size, host_group
 from longctx.sequence.gather import all_reduce, gather
 from longctx.sequence.host_tensors import send
-from longctx.sequence.layout import Layout
+from longctx.sequence.layout import Layout, padding_documents
 from longctx.sequence.mesh import ParallelDims, SequenceGroups, select_device, sequence_groups
 from longctx.sequence.shard import Shard, cut, shard_tokens, unshard_tokens
 from longctx.ulysses import ulysses_remedy
@@ -282,9 +282,8 @@ class SequenceParallel:
         """
         shard = self.shard(batch)
         sums = self.sum_over_documents(-self.token_outputs(model, shard).losses, shard.layout)
-        if "attention_mask" not in batch:
-            return sums
-        return sums[send(torch.from_numpy(np.flatnonzero(~shard.layout.is_padding)), sums.device)]
+        counted = np.flatnonzero(~padding_documents(batch, shard.layout))
+        return sums[send(torch.from_numpy(counted), sums.device)]
 
     def sum_over_documents(self, values: Tensor, layout: Layout) -> Tensor:
         """Return the sum of per-token values over each document or branch, float64, on every rank of the group.

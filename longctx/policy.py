@@ -13,14 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from longctx.data import IGNORE_INDEX
 from longctx.ranks.agreement import gather_objects
 from longctx.sequence.checks import digests_of_ranks
-from longctx.sequence.layout import Layout
+from longctx.sequence.layout import Layout, padding_documents
 from longctx.sequence.shard import cut
 
 SequenceParallel = Any
@@ -168,8 +167,7 @@ class _Documents(NamedTuple):
         learnt[layout.cu_seqlens[:-1]] = False
         document = torch.from_numpy(layout.document_of_token)
         label_tokens = torch.zeros(len(layout.is_padding), dtype=torch.int64).index_add_(0, document, learnt.long())
-        is_padding = layout.is_padding if "attention_mask" in batch else np.zeros(len(label_tokens), dtype=bool)
-        return cls(label_tokens, torch.from_numpy(is_padding))
+        return cls(label_tokens, torch.from_numpy(padding_documents(batch, layout)))
 
     def expand(self, values: Tensor, name: str) -> Tensor:
         """values of the caller's documents -> [n]. Documents without a label may be missing at the end."""

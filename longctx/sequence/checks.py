@@ -31,23 +31,25 @@ def check_world_size(dims: ParallelDims) -> None:
 def digests_of_ranks(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> list[dict[str, bytes]]:
     """Return the digest of each tensor on every rank of a group. The ranks call it together."""
     data = {name: values.cpu().flatten().view(torch.uint8).numpy().tobytes() for name, values in tensors.items()}
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    with region("wait", "communication"):
-        dist.all_gather_object(everyone, {name: hashlib.blake2b(d).digest() for name, d in data.items()}, group=group)
-    return everyone
+    return _of_ranks({name: hashlib.blake2b(values).digest() for name, values in data.items()}, group)
 
 
 def check_same_batch(digest: int, group: dist.ProcessGroup | None) -> None:
     """Check that all ranks of a sequence group have cut the same batch. The ranks call it together."""
-    everyone = [0] * dist.get_world_size(group)
-    with region("wait", "communication"):
-        dist.all_gather_object(everyone, digest, group=group)
+    everyone = _of_ranks(digest, group)
     if (number := len(set(everyone))) > 1:
         raise ValueError(
             f"the {len(everyone)} ranks of a sequence group have cut {number} different batches. They share every "
             "sequence: give a DataLoader's sampler the data-parallel rank and size, dims.dp_rank(rank) and dims.dp, "
             "and do not let accelerate or the Trainer deal batches out to single ranks."
         )
+
+
+def _of_ranks(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    everyone = [None] * dist.get_world_size(group)
+    with region("wait", "communication"):
+        dist.all_gather_object(everyone, value, group=group)
+    return everyone
 
 
 class StepCounts:

@@ -1,4 +1,4 @@
-"""Where the documents of a batch lie: the one description of it, made and checked where the batch is made.
+"""The layout of a batch, which says where its documents lie. It is made and checked once, where the batch is made.
 
 Documents may branch: a branch, such as an answer, sees its document's trunk, such as the prompt, and its own tokens,
 and no other branch. The trunk is computed once. It leaves the prompt's last token to the branches, each of which begins
@@ -88,16 +88,12 @@ class Layout:
         Args:
             ids, labels: int64 [B, S], labels not shifted.
             starts: int64 [n], where documents and padded tails begin in the flattened row.
-            branch_starts: int64 [b], where branches begin in it.
+            branch_starts: int64 [b], where branches begin in it, as `check_branch_starts` demands.
             row_lengths: int64 [B], tokens of each row without padding; None if unknown.
             lengths: see `Layout.lengths`.
-
-        Raises:
-            ValueError: for branches that do not begin one after the other within documents, each after a trunk.
         """
         rows, width = ids.shape
         branches = np.zeros(0, np.int64) if branch_starts is None else np.asarray(branch_starts, dtype=np.int64)
-        check_branch_starts(branches, starts, rows * width)
         bounds = np.append(np.union1d(starts, branches), rows * width)
         is_branch = np.isin(bounds[:-1], branches)
         kind = np.where(is_branch, BRANCH, np.where(np.append(is_branch[1:], False), TRUNK, WHOLE)).astype(np.uint8)
@@ -120,7 +116,7 @@ class Layout:
 
     @classmethod
     def of_batch(cls, batch: Mapping[str, Any]) -> Layout:
-        """Return the layout of a batch from anywhere, which is checked.
+        """Check a batch that was made elsewhere, and return its layout.
 
         Documents are those of the batch's `layout`; else of `cu_seq_lens_q` or of `position_ids` that restart at 0, and
         of both where it has both; else each row is one. Padding is what a right-padded `attention_mask` or `lengths`
@@ -133,7 +129,11 @@ class Layout:
             ValueError: for descriptions that contradict each other, left padding, labels on padding, in trunks or below
                 0 other than −100, and inputs that nothing would read.
         """
-        batch = {name: value for name, value in batch.items() if value is not None}
+        batch = {
+            name: value.cpu() if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()
+            if value is not None
+        }
         _check_inputs(batch)
         ids, labels = batch["input_ids"], batch["labels"]
         real = _row_lengths(batch)
@@ -142,6 +142,7 @@ class Layout:
             padded = np.arange(len(real)) * ids.shape[1] + real
             starts = np.union1d(starts, padded[real < ids.shape[1]])
         branches = _host(batch.get("branch_starts", ()))
+        check_branch_starts(branches, starts, ids.numel())
         layout = cls.of_documents(
             ids,
             labels,
@@ -280,7 +281,7 @@ def _plan(cu_seqlens: bytes, ring: int, time_of: TimeOfPlan | None) -> RingPlan:
 
 
 def _host(values: ArrayLike | torch.Tensor) -> NDArray[Any]:
-    return torch.as_tensor(values).cpu().contiguous().numpy().reshape(-1)
+    return torch.as_tensor(values).contiguous().numpy().reshape(-1)
 
 
 def _check_inputs(batch: Mapping[str, Any]) -> None:
@@ -324,7 +325,7 @@ def _starts(batch: Mapping[str, Any]) -> NDArray[np.int64]:
             )
     if positions is None:
         return of_rows if bounds is None else bounds[:-1]
-    positions = positions.cpu().numpy()
+    positions = positions.numpy()
     starts = np.flatnonzero(positions == 0)
     if len(batch.get("branch_starts", ())):  # with which positions are compared as a whole
         starts = np.union1d(starts, of_rows)
@@ -348,7 +349,7 @@ def _row_lengths(batch: Mapping[str, Any]) -> NDArray[np.int64] | None:
     lengths, mask = batch.get("lengths"), batch.get("attention_mask")
     by_mask = None
     if mask is not None:
-        real = mask.cpu().bool().numpy()
+        real = mask.bool().numpy()
         numbers = (mask > 1).any() and "position_ids" not in batch and "cu_seq_lens_q" not in batch
         if real.shape != (rows, width) or numbers or (real[:, 1:] & ~real[:, :-1]).any():
             raise ValueError(
@@ -369,6 +370,14 @@ def _row_lengths(batch: Mapping[str, Any]) -> NDArray[np.int64] | None:
             "other. Leave one of them out."
         )
     return found
+
+
+def padding_documents(batch: Mapping[str, Any], layout: Layout) -> NDArray[np.bool_]:
+    """Return bool [answers], those that callers do not count: padding that an `attention_mask` marks.
+
+    The padded end of a packed row counts as a document.
+    """
+    return layout.is_padding & (batch.get("attention_mask") is not None)
 
 
 def check_branch_starts(branches: NDArray[np.int64], starts: NDArray[np.int64], num_tokens: int) -> None:

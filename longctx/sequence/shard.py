@@ -39,22 +39,25 @@ class Shard:
     extras: Mapping[str, Any] = field(default_factory=dict)
     """What a training method adds."""
     stream_read: Any = None
-    """The position in the stream after this batch's step; None for rows that are no stream."""
+    """The position in the stream after this batch's step; None if the rows do not come from a stream."""
 
 
 def cut(batch: Mapping[str, Tensor], layout: Layout, sp_rank: int, extras: Mapping[str, Any] | None = None) -> Shard:
     """Return the part of a batch that rank `sp_rank` of the sequence group holds.
 
     Args:
-        batch: `input_ids`, `labels` (not shifted) int64 [B, S].
+        batch: `input_ids` and `labels` (not shifted), int64 [B, S], and `position_ids`; without these, those of the
+            layout are taken.
         layout: of the batch, spread over the ranks.
     """
     held = slice(sp_rank * layout.local_length, (sp_rank + 1) * layout.local_length)
     index = held if layout.plan is None else layout.plan.permutation[held]
     ids, labels = (batch[name].cpu().reshape(-1).numpy() for name in ("input_ids", "labels"))
+    given = batch.get("position_ids")
+    positions = layout.position_ids() if given is None else given.cpu().reshape(-1).numpy()
     labels = np.append(labels[1:], IGNORE_INDEX)
     labels[layout.cu_seqlens[1:] - 1] = IGNORE_INDEX  # the last token of a document has no target
-    parts = ids[index], layout.position_ids()[index], labels[index]
+    parts = ids[index], positions[index], labels[index]
     own = [torch.from_numpy(np.ascontiguousarray(part))[None] for part in parts]
     return Shard(
         input_ids=own[0],

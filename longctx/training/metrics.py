@@ -32,6 +32,9 @@ from longctx.training.peak_memory import GIB, PeakMemory
 class StepMetrics:
     """Sums over this rank's micro-batches, reduced over all ranks when read."""
 
+    _known: list[float]
+    _sums: Tensor
+
     def __init__(
         self,
         *,
@@ -73,8 +76,6 @@ class StepMetrics:
         """Peaks of all ranks at the last reading."""
         self.seconds: dict[str, list[float]] = {}
         """Seconds of each of PARTS on all ranks, between the last two readings."""
-        self._known: list[float] = []
-        self._sums = torch.zeros(0)
         self.sums = torch.zeros(len(self._names), dtype=torch.float64)
         self.start()
 

@@ -24,7 +24,7 @@ from longctx.parallel import SequenceParallel
 from longctx.recurrent.pieces import Pieces
 from longctx.ring import plan_ring
 from longctx.sequence.batch import AttentionKind, ShardedBatch
-from longctx.sequence.layout import TRUNK, Layout
+from longctx.sequence.layout import TRUNK, Layout, padding_documents
 from longctx.training.data_order import ShardCollator
 from tests.golden.digests import digest
 
@@ -105,7 +105,7 @@ def documents_of(batch: Batch) -> list[Any]:
     """Return where documents and answers begin, which are padding, and the tokens that are not, of an uncut batch."""
     layout = Layout.of_batch(batch)
     starts = layout.bounds[:-1][np.flatnonzero(np.diff(layout.answers, prepend=-1))]
-    padding = layout.is_padding if "attention_mask" in batch else np.zeros_like(layout.is_padding)
+    padding = padding_documents(batch, layout)
     rows = None if layout.lengths is None else layout.real_tokens().reshape(layout.shape)
     return [starts.tolist(), padding.tolist(), None if rows is None else rows.tolist()]
 
