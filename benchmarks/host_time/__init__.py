@@ -10,6 +10,6 @@ model on the same documents in the same order, with the same optimizer and an en
 their losses have to agree.
 
 Each trainer runs in processes of its own, since longctx puts its own functions into some of the libraries' classes.
-Their steps alternate, so that a machine whose speed drifts slows all alike: one trains while the others wait where a
-step begins.
+Their steps alternate: one trainer takes a step while the others wait. So all of them are slowed alike when the machine
+becomes slower.
 """

@@ -20,7 +20,7 @@ TOLERANCE = 1e-6
 """Relative, of losses in fp32."""
 CLOCKS = {"processor": "process", "main thread": "thread", "clock": "wall"}
 Goals = dict[str, float]
-"""The largest ratio that is asked for, of `calls` and of one of CLOCKS."""
+"""The largest ratio that a goal allows, by what is measured: `calls`, or one of CLOCKS."""
 
 
 def goals(case: Case, pair: tuple[str, str], oldest: str | None) -> Goals:
@@ -64,7 +64,7 @@ def calls(turns: Sequence[Turn]) -> tuple[float, float]:
 
 
 def of_worker(turns: Sequence[Turn]) -> tuple[float, float]:
-    """Return calls and seconds of a micro-batch in the worker of rank 0's loader."""
+    """Return the calls and seconds that a micro-batch takes in the data-loading process of rank 0."""
     first, last = (turns[place][0]["worker"] for place in (0, -1))
     counted, fetched = (max(last[name] - first[name], 1) for name in ("counted", "fetched"))
     called = sum(last[kind] - first[kind] for kind in ("python", "c"))
@@ -83,7 +83,7 @@ def figures(case: Case, turns: Mapping[str, Turns]) -> Iterator[str]:
 
 
 def ratios(case: Case, turns: Mapping[str, Turns], oldest: str | None) -> Iterator[tuple[str, list[str]]]:
-    """Yield a row for each pair of contestants, and which of its goals are met or missed, in words.
+    """Yield the table's row for each pair of contestants, and a sentence for each of its goals: met or missed.
 
     Raises:
         RuntimeError: if losses differ, so that the pair has not done the same work.

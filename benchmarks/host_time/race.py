@@ -89,7 +89,7 @@ def race(case: Case, trees: Mapping[str, Path], steps: int, *, with_owners: bool
 
 
 def tasks(case: Case, trees: Mapping[str, Path], folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name of each contestant, and what its ranks are told."""
+    """Yield each contestant's name, and the task that its processes get as JSON."""
     layout, data = LAYOUTS[case.layout], str(folder / "rows.jsonl")
     options: dict[str, Any] = {
         "max_length": LENGTH,

@@ -43,7 +43,7 @@ class Turns(TrainerCallback):
     def __init__(self, connection: Connection, worker: Any):
         self.connection, self.worker = connection, worker
         self.losses: list[float] = []
-        """This rank's part of the losses of the turn."""
+        """Losses of the micro-batches of the turn on this rank."""
         self._began = [0.0] * 3
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Contestants that take steps in turns, each in processes of its own, so that a machine that drifts slows all alike."""
+"""Contestants that take steps in turns, each in processes of its own, so that a slow phase of the machine slows all."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Contestant:
         return self._told()
 
     def stop(self) -> None:
-        """End the processes, wherever they are."""
+        """End the processes, also in the middle of a step."""
         for connection in self._connections:
             with suppress(OSError):
                 connection.send("stop")

@@ -83,7 +83,7 @@ class Backend:
     """Return the attention of a rank's heads for the sequence-chunked step, which exchanges tokens for heads itself;
     None if the backend does not support this step."""
     has_branches: bool
-    """Whether it computes documents with branches, `Layout`."""
+    """Whether it computes documents with branches, see `longctx.sequence.layout`."""
     accelerate_degree: str | None
     """The degree of accelerate's ParallelismConfig that selects it, `cp` or `sp`; None if neither does."""
     color: str

@@ -109,8 +109,8 @@ def takes_kernel(of: TileLoss, weight: Tensor) -> bool:
 HALF = (torch.float16, torch.bfloat16)
 BOUND_OF_OUTPUTS = 1e-5
 BOUND_OF_GRADIENT = 1e-3
-"""Largest relative errors, against fp64 from the same products. The kernel computes in fp32, and both gradients are
-rounded to half precision: where fp32 is near the middle between two numbers, to different ones."""
+"""Largest relative errors, against fp64 from the same products. The kernel computes in fp32. Both gradients are
+rounded to half precision at the end, and a value near the middle between two numbers may be rounded to either."""
 _TOKENS = 5
 _VOCABULARIES = (20_000, 20_001)
 """More than two blocks of the kernel. Triton compiles another one where the vocabulary is no multiple of 16."""

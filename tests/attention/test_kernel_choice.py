@@ -171,8 +171,11 @@ def test_the_memory_efficient_adapter_is_exact_in_fp32(queries_per_key):
 @pytest.mark.parametrize("name", ["out", "dk"])
 def test_the_operator_of_a_kernel_is_checked_too(monkeypatch, name):
     right, factor = AtenFlashKernel.operator, 2 if name == "out" else 1
-    wrong = lambda run: lambda q, k, v, scale: run(q, k, v, factor * scale) + (k - k.detach()).sum()  # noqa: E731
-    monkeypatch.setattr(AtenFlashKernel, "operator", lambda self, entries: wrong(right(self, entries)))
+
+    def wrong(self, entries):
+        return lambda q, k, v, scale: right(self, entries)(q, k, v, factor * scale) + (k - k.detach()).sum()
+
+    monkeypatch.setattr(AtenFlashKernel, "operator", wrong)
     found = disagreement(AtenFlashKernel(), CPU, torch.bfloat16, 64, 1, windowed=False)
     assert found.startswith(f"{name} of its operator is off by")
 

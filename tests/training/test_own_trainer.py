@@ -33,7 +33,7 @@ def arguments(folder, **given):
 
 
 def train(folder, sp, resume_from=None, accumulation=2):
-    """Train on texts, with TRL's own packing, evaluation and checkpoints; returns the log."""
+    """Train on texts, with TRL's own packing, evaluation and checkpoints, and return the log."""
     saved = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": SAVED, "save_steps": SAVED}
     batch = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": accumulation}
     args = arguments(folder, max_steps=STEPS, logging_steps=1, packing=True, max_length=256, **batch, **saved)
