@@ -137,4 +137,4 @@ class region:
         if self.part is not None:
             clock.switch(self._before)
         if self._named is not None:
-            self._named.__exit__(*error)
+            self._named.__exit__(None, None, None)  # which does not ask what went wrong

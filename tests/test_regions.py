@@ -94,3 +94,12 @@ def test_both_passes_of_attention_are_counted(monkeypatch, bounds):
     assert parts == ["attention", "rest"]
     loss.backward()
     assert parts == ["attention", "rest"] * 2
+
+
+@pytest.mark.parametrize("bounds", [[0, 9], [0, 4, 9]], ids=["one operator", "a schedule"])
+def test_both_passes_of_attention_are_in_a_trace(bounds):
+    q = torch.randn(1, 2, 9, 8, requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
+        varlen_attention(q, q, q, np.array(bounds)).sum().backward()
+    counts = {event.key: event.count for event in trace.key_averages() if event.key.startswith("longctx.")}
+    assert counts == {"longctx.attention": 1, "longctx.attention backward": 1}

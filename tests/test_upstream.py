@@ -143,6 +143,7 @@ OVERRIDDEN = {
         "_save_checkpoint",
     },
     "longctx.training.trainer:SequenceMixin": {
+        "_clip_grad_norm",
         "_finalize_training",
         "_get_grad_norm",
         "_prepare_for_training",

@@ -8,6 +8,7 @@ s are needed by ranks at distance h or more.
 from __future__ import annotations
 
 from collections import deque
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -57,7 +58,7 @@ class PeerToPeer:
 
     def __init__(self, group: dist.ProcessGroup, rank: int, prefixes: np.ndarray, kv: Tensor):
         self.group, self.rank, self.prefixes, self.kv = group, rank, prefixes, kv
-        self.order = MessageOrder.of(prefixes.max(axis=0), int(prefixes[rank, 0]))
+        self.order = _order(prefixes.max(axis=0).tobytes(), int(prefixes[rank, 0]))
         self.own_after = self.order.own_after
         self._coming: deque[tuple[Tensor, list[dist.Work]]] = deque()
         """What is received for the hops after the last one that was computed, and the messages to wait for."""
@@ -112,6 +113,12 @@ class PeerToPeer:
             if len(tensor)
         ]
         return dist.batch_isend_irecv(operations) if operations else []
+
+
+@lru_cache(maxsize=8)
+def _order(longest: bytes, num_tokens: int) -> MessageOrder:
+    """Return `MessageOrder.of`. The last ones are kept: the layers of a step, and both their passes, have the same."""
+    return MessageOrder.of(np.frombuffer(longest, np.int64), num_tokens)
 
 
 class Gather:

@@ -382,6 +382,8 @@ def padding_documents(batch: Mapping[str, Any], layout: Layout) -> NDArray[np.bo
 
 def check_branch_starts(branches: NDArray[np.int64], starts: NDArray[np.int64], num_tokens: int) -> None:
     """Raise ValueError unless branches [b] begin within documents that begin at `starts` [n], each after a trunk."""
+    if not len(branches):
+        return
     wrong = np.isin(branches, starts) | (branches < 0) | (branches >= num_tokens)
     if wrong.any() or (np.diff(branches) <= 0).any():
         raise ValueError(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -137,6 +138,8 @@ class SequenceMixin(EvaluatingMixin):
         """The micro-batches of a step that has begun, before their routers' choices are counted."""
         self._memory_warnings = MemoryWarnings()
         self._outputs_checked = False
+        self._weights: Any = None
+        """Stands for the model where gradients are clipped: its parameters, without a walk over all modules a step."""
         self.has_seen_labels = False
         """Whether any step so far, including those before resuming, had a token with a label. All ranks agree on it."""
         self.stream_read: MicroBatch | None = None
@@ -223,6 +226,11 @@ class SequenceMixin(EvaluatingMixin):
         """Evaluate. Before any training, this wraps the model."""
         with self._wrapping():
             return super().evaluation_loop(*args, **kwargs)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        if self._weights is None:
+            self._weights = SimpleNamespace(parameters=[*model.parameters()].copy)
+        return super()._clip_grad_norm(self._weights)
 
     @phase("gradient norm")
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
@@ -405,7 +413,7 @@ class SequenceMixin(EvaluatingMixin):
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train, then read the peaks of memory. Called by all ranks together."""
-        self._coming = None
+        self._coming = self._weights = None
         try:
             output = super().train(*args, **kwargs)
         finally:
