@@ -30,19 +30,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="of activation checkpoints")
     parser.add_argument("--workers", nargs="+", type=int, choices=(0, 1), default=[0, 1], help="of the data loader")
-    parser.add_argument("--steps", type=int, default=60, help="timed steps of each trainer")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of each trainer after each start")
+    parser.add_argument("--starts", type=int, default=5, help="of every process")
     parser.add_argument("--against", nargs="*", default=[], metavar="COMMIT", help="also train with these trees")
     parser.add_argument("--owners", type=int, default=0, metavar="N", help="print the N functions that call most")
     parser.add_argument("--output", type=Path, help="also write the page here")
     options = parser.parse_args(arguments)
-    if options.steps < 2 * LOG_STEPS:
-        parser.error(f"--steps {options.steps} must be at least {2 * LOG_STEPS}, two blocks, for quartiles")
+    if options.steps < LOG_STEPS or options.steps * options.starts < 2 * LOG_STEPS:
+        parser.error(
+            f"--steps {options.steps} --starts {options.starts} must be at least one block of {LOG_STEPS} steps a "
+            "start and two in all, for quartiles"
+        )
     given = shlex.join(sys.argv[1:] if arguments is None else arguments)
     contestants, pairs, said, text = [], [], [], ""
     with cloned(options.against) as others:
         trees = {HERE: ROOT, **others, TRL: ROOT}
         for case in cases(options.layouts, options.modes, options.workers):
-            turns = race(case, trees, options.steps, with_owners=options.owners > 0)
+            turns = race(case, trees, options.steps, options.starts, with_owners=options.owners > 0)
             contestants += (rows := [*figures(case, turns)])
             for row, words in ratios(case, turns, next(iter(others), None)):
                 pairs.append(row)
@@ -51,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
             for name, of in turns.items():
                 rows += owners(name, of.owned, options.owners)
             print(*rows, sep="\n", file=sys.stderr, flush=True)
-            text = page(given.partition(" --output")[0], contestants, pairs, said, options.steps)
+            text = page(given.partition(" --output")[0], contestants, pairs, said, options.steps, options.starts)
             if options.output:
                 options.output.write_text(text)
     print(text, end="")

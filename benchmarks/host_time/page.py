@@ -75,7 +75,8 @@ def figures(case: Case, turns: Mapping[str, Turns]) -> Iterator[str]:
     """Yield a row for each contestant."""
     for name, of in turns.items():
         python, c = calls(of.counted)
-        worker, seconds = of_worker([*of.timed, *of.counted]) if case.workers else (0.0, 0.0)
+        last_start = [*of.timed[-LOG_STEPS:], *of.counted[-LOG_STEPS:]]
+        worker, seconds = of_worker(last_start) if case.workers else (0.0, 0.0)
         times = [statistics.median(blocks(of.timed, clock)) for clock in CLOCKS.values()]
         cells = [*case, name, *(f"{number:,.0f}" for number in (python + c, python, worker))]
         cells += [f"{1000 * time:.1f}" for time in (*times, seconds)]
@@ -115,7 +116,9 @@ def owners(name: str, turns: Sequence[Turn], number: int) -> Iterator[str]:
         yield f"{name:10} {count / len(turns):9,.1f} {owner}"
 
 
-def page(flags: str, of_contestants: Sequence[str], of_pairs: Sequence[str], said: Sequence[str], steps: int) -> str:
+def page(
+    flags: str, of_contestants: Sequence[str], of_pairs: Sequence[str], said: Sequence[str], steps: int, starts: int
+) -> str:
     heads = (
         "layout | checkpoints | workers | trainer | calls | Python's | worker's | processor ms | main thread ms | "
         "clock ms | worker ms",
@@ -126,7 +129,7 @@ def page(flags: str, of_contestants: Sequence[str], of_pairs: Sequence[str], sai
         "# What a step asks of the host, beside TRL's",
         "",
         f"`python -m benchmarks.host_time {flags}`  ",
-        f"{device()}, gloo; {datetime.now(UTC):%Y-%m-%d}; {steps} timed steps of each trainer  ",
+        f"{device()}, gloo; {datetime.now(UTC):%Y-%m-%d}; {starts} starts of each trainer, {steps} timed steps each  ",
         ", ".join(f"{name} {version(name)}" for name in PACKAGES),
         "",
         (host_time.__doc__ or "").partition("--output FILE\n\n")[2].strip(),
