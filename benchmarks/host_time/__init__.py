@@ -11,6 +11,6 @@ their losses have to agree.
 
 Each trainer runs in processes of its own, since longctx puts its own functions into some of the libraries' classes.
 Their steps alternate: one trainer takes a step while the others wait. So all of them are slowed alike when the machine
-becomes slower. Between two starts of one trainer the time of a step differs by up to a tenth, for as long as its
-processes live; so all are started several times.
+becomes slower. All are started several times, because the time of a step also depends on the start: it differs by up to
+a tenth, and stays so until the processes end.
 """

@@ -373,7 +373,7 @@ def _row_lengths(batch: Mapping[str, Any]) -> NDArray[np.int64] | None:
 
 
 def padding_documents(batch: Mapping[str, Any], layout: Layout) -> NDArray[np.bool_]:
-    """Return bool [answers], those that callers do not count: padding that an `attention_mask` marks.
+    """Return bool [answers]: the padding that an `attention_mask` marks, which callers do not count as documents.
 
     The padded end of a packed row counts as a document.
     """

@@ -121,19 +121,8 @@ def test_too_few_steps_for_quartiles_are_refused(capsys) -> None:
 @pytest.mark.long
 def test_command_prints_and_keeps_the_page(tmp_path) -> None:
     command = [sys.executable, "-m", "benchmarks.host_time", "--layouts", "sp 1", "--modes", "none"]
-    command += [
-        "--starts",
-        "2",
-        "--steps",
-        "10",
-        "--workers",
-        "0",
-        "1",
-        "--owners",
-        "3",
-        "--output",
-        str(tmp_path / "page.md"),
-    ]
+    command += ["--starts", "2", "--steps", "10", "--workers", "0", "1"]
+    command += ["--owners", "3", "--output", str(tmp_path / "page.md")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=1200)
     assert (tmp_path / "page.md").read_text() == done.stdout
     assert done.stdout.count("| longctx / TRL |") == 2

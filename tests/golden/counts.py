@@ -220,7 +220,7 @@ def marks_of_runs(folder: str, cases: Mapping[str, str]) -> dict[str, Marks]:
 
 
 def differs(name: str, before: Any, now: Any) -> str:
-    """Tell a rise or a fall, with the recorded versions. Other versions are printed."""
+    """Return how a count rose or fell, or "" if it did not. With other versions, say that nothing is compared."""
     if name == "versions" and before != now:
         print(f"counts are not compared: they are recorded with {before}, and here is {now}", file=sys.stderr)
     if name in ("versions", "reasons") or recorded("counts").get("versions") != versions():
