@@ -117,7 +117,7 @@ class PeerToPeer:
 
 @lru_cache(maxsize=8)
 def _order(longest: bytes, num_tokens: int) -> MessageOrder:
-    """Return `MessageOrder.of`. Recent results are kept, since all layers of a batch use the same order in both passes."""
+    """Return `MessageOrder.of`. Recent results are kept, since all layers of a batch use the same order."""
     return MessageOrder.of(np.frombuffer(longest, np.int64), num_tokens)
 
 

@@ -139,7 +139,7 @@ class SequenceMixin(EvaluatingMixin):
         self._memory_warnings = MemoryWarnings()
         self._outputs_checked = False
         self._weights: Any = None
-        """Has the model's `parameters`, listed in the first step, so that clipping does not search all modules in every step."""
+        """Has the model's `parameters`, listed once, so that clipping does not search all modules in every step."""
         self.has_seen_labels = False
         """Whether any step so far, including those before resuming, had a token with a label. All ranks agree on it."""
         self.stream_read: MicroBatch | None = None
