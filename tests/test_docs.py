@@ -223,7 +223,7 @@ def machine_of(gpus: int) -> Iterator[None]:
     here = Hardware(gpus=gpus, gpu_name=name, gpu_bytes=int(DEVICE_BYTES["H100"]) if gpus else 0, host_bytes=int(host))
     with (
         patch.object(longctx.settings.resolve, "device_count", return_value=gpus),
-        patch.object(longctx.settings.resolve, "check_liger_device"),
+        patch.object(longctx.settings.resolve, "check_liger_machine"),
         patch.object(longctx.settings.machine_checks, "available_host_memory", return_value=here.host_bytes),
         patch.object(Hardware, "here", return_value=here),
     ):

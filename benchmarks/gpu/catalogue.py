@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, Qwen3Config
 
 from longctx.attention.kernels.choose import candidates
 from longctx.forecast.closed_form import predict
@@ -22,12 +22,14 @@ from ..max_length.rank import Task
 from ..max_length.results import OK, Line
 from ..max_length.search import next_length
 from ..published import CONFIGS
-from .probes import Attention, HeadLoss, facts, kernel_speed, loss_speed, ring_efficiency, speeds, train
+from .probes import Attention, HeadLoss, checks, facts, kernel_speed, loss_speed, ring_efficiency, speeds, train
 
-SLICES = ("device", "speeds", "kernels", "loss", "ring", "steps", "memory_options", "longest")
-BUDGET = 24 * 2**30
+SLICES = ("device", "checks", "speeds", "steps", "kernels", "loss", "memory_options", "longest", "ring")
+"""The most telling first."""
+BUDGET = 16 * 2**30
 """Bytes of the device in the search for the longest sequence: sequences that fill a whole one take minutes a step."""
-PRECISION = 0.05
+PRECISION = 0.1
+SMALL, WIDE = "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B, 4 layers"
 LONGEST = 1 << 22
 
 
@@ -39,53 +41,72 @@ class Sizes:
     """The first is the one of memory options and of the longest sequence."""
     heads: tuple[int, int, int]
     kernel_lengths: Sequence[int]
+    packed_lengths: Sequence[int]
+    """Of kernels on packed documents and on a window."""
     loss_tiles: Mapping[int, int]
     """Vocabulary -> tokens of a tile."""
     hidden: int
     ring_lengths: Sequence[int]
     num_ranks: Sequence[int]
-    step_lengths: Sequence[int]
+    steps: Sequence[tuple[str, int, Sequence[str]]]
+    """Model, tokens and ways of the steps that are timed."""
     memory_option_length: int
     chunk: int
     budget: int
     longest: int
     warmup: int
-    steps: int
     work: Work | None
 
 
+def _wide(num_layers: int) -> PretrainedConfig:
+    """Return layers of Qwen3-8B, few enough for one device to train them in fp32."""
+    whole = CONFIGS["Qwen/Qwen3-8B"].to_dict()
+    return Qwen3Config(**{**whole, "num_hidden_layers": num_layers, "layer_types": None})
+
+
+EQUAL_WORK = ("TRL", "balanced, no Liger", "TRL, Liger", "balanced")
+"""What computes the same, in pairs: as stock layers do it, and with Liger's kernels on both sides."""
+
 FULL = Sizes(
-    models={name: CONFIGS[name] for name in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B")},
+    models={SMALL: CONFIGS[SMALL], WIDE: _wide(4)},
     heads=(32, 8, 128),
-    kernel_lengths=(4096, 32_768, 131_072),
+    kernel_lengths=(2048, 4096, 8192, 32_768, 131_072),
+    packed_lengths=(32_768,),
     loss_tiles={151_936: 1792, 262_144: 1024},
     hidden=4096,
     ring_lengths=(32_768, 131_072),
     num_ranks=(2, 4, 8),
-    step_lengths=(4096, 16_384, 65_536),
+    steps=(
+        (SMALL, 16_384, (*EQUAL_WORK, "auto")),
+        (SMALL, 4096, (*EQUAL_WORK, "auto")),
+        (WIDE, 16_384, (*EQUAL_WORK, "auto", "QLoRA")),
+        (SMALL, 65_536, (*EQUAL_WORK, "auto")),
+        (SMALL, 32_768, ("TRL", "balanced", "auto")),
+        (SMALL, 131_072, ("TRL", "balanced", "auto")),
+        (SMALL, 16_384, ("fastest", "compiled", "TRL, chunked loss")),
+    ),
     memory_option_length=32_768,
     chunk=8192,
     budget=BUDGET,
     longest=LONGEST,
     warmup=2,
-    steps=5,
     work=None,
 )
 QUICK = Sizes(
     models={"tiny": tiny_config()},
     heads=(4, 2, 128),
     kernel_lengths=(128, 512),
+    packed_lengths=(512,),
     loss_tiles={500: 256},
     hidden=64,
     ring_lengths=(256,),
     num_ranks=(2, 4),
-    step_lengths=(64, 256),
+    steps=(("tiny", 64, EQUAL_WORK), ("tiny", 256, ("TRL", "balanced"))),
     memory_option_length=256,
     chunk=64,
     budget=BUDGET,
     longest=512,
     warmup=2,
-    steps=2,
     work=Work(
         dtype=torch.bfloat16,
         tokens=128,
@@ -149,10 +170,16 @@ class Catalogue:
     def _speeds(self) -> Iterator[Probe]:
         yield Probe("speeds", "measured", speeds, self.sizes.work, 240.0)
 
+    def _checks(self) -> Iterator[Probe]:
+        if self.sizes is FULL:
+            yield Probe("checks", "pytest -m gpu", checks, None, 240.0)
+
     def _kernels(self) -> Iterator[Probe]:
-        for kernel in candidates():
-            for length in self.sizes.kernel_lengths:
-                for documents in ("one document", "packed", "window"):
+        of = {"one document": self.sizes.kernel_lengths}
+        of |= dict.fromkeys(("packed", "window"), self.sizes.packed_lengths)
+        for documents, lengths in of.items():
+            for length in lengths:
+                for kernel in candidates():
                     about = Attention(length, documents, self.sizes.heads)
                     line = {"kernel": kernel.name, "length": length, "documents": documents}
                     name = f"{kernel.name}, {documents}, {length}"
@@ -178,10 +205,9 @@ class Catalogue:
                     yield Probe("ring", f"{num_ranks} ranks, {documents}, {length}", ring_efficiency, about, about=line)
 
     def _steps(self) -> Iterator[Probe]:
-        for model in self.sizes.models:
-            for length in self.sizes.step_lengths:
-                for way in (*OURS, *TRLS):
-                    yield self._training("steps", model, way, length)
+        for model, length, ways in self.sizes.steps:
+            for way in ways:
+                yield self._training("steps", model, way, length)
 
     def _memory_options(self) -> Iterator[Probe]:
         model, length = next(iter(self.sizes.models)), self.sizes.memory_option_length
@@ -193,7 +219,7 @@ class Catalogue:
     def _searches(self, known: Mapping[tuple[str, str], Line]) -> Iterator[Probe]:
         model, sizes = next(iter(self.sizes.models)), self.sizes
         device_bytes = known["device", "facts"]["device_bytes"]
-        for way in (*OURS, *TRLS):
+        for way in SEARCHED:
             lines = [line for (kind, _), line in known.items() if kind == "longest" and line["way"] == way]
             outcomes = {line["length"]: line["status"] == OK for line in lines}
             length = next_length(
@@ -229,7 +255,7 @@ class Catalogue:
             model=str(self.model_folder(model)),
             data=str(data),
             length=length,
-            num_steps=2 if is_search else sizes.warmup + sizes.steps,
+            num_steps=2 if is_search else sizes.warmup + (5 if length <= MANY_STEPS else 2),
             is_traced=False,
             memory_fraction=None,
             flags=combination.flags,
@@ -244,7 +270,8 @@ class Catalogue:
 
     def combination(self, model: str, way: str) -> Combination:
         """How it is trained, and what is predicted of it; of TRL's, what our most similar run would take."""
-        flags = {**OURS, **memory_options(self.sizes.chunk)}.get(way, ("--memory", "balanced"))
+        like_trl = (*OURS["balanced"], "--use_liger_kernel", str(bool(TRLS.get(way, {}).get("use_liger_kernel"))))
+        flags = {**OURS, **memory_options(self.sizes.chunk)}.get(way, like_trl)
         data = str(self.folder / "data.parquet")
         base = [*FLAGS.split(), "--warmup_steps", "0", "--model_name_or_path", str(self.model_folder(model))]
         base += ["--dataset_name", data]
@@ -279,28 +306,39 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
 
 OURS: Mapping[str, tuple[str, ...]] = {
     "balanced": ("--memory", "balanced"),
+    "balanced, no Liger": ("--memory", "balanced", "--use_liger_kernel", "False"),
+    "auto": ("--memory", "auto"),
     "fastest": ("--memory", "fastest"),
+    "longest": ("--memory", "longest"),
+    "compiled": ("--memory", "balanced", "--torch_compile", "True"),
+    "QLoRA": ("--memory", "balanced", "--use_peft", "True", "--load_in_4bit", "True"),
 }
 TRLS: Mapping[str, Mapping[str, Any]] = {
     "TRL": {"loss_type": "nll"},
+    "TRL, Liger": {"loss_type": "nll", "use_liger_kernel": True},
     "TRL, chunked loss": {"loss_type": "chunked_nll"},
 }
-"""SFTTrainer as it comes, and with its own memory option against the logits' memory."""
+"""SFTTrainer as it comes, with Liger's kernels, and with its own memory option against the logits' memory."""
+SEARCHED = ("TRL", "balanced", "longest", "TRL, chunked loss")
+MANY_STEPS = 16_384
+"""Tokens up to which five steps are timed; of longer sequences, two."""
 TRACED = ("activations on the host", "chunks")
 """Memory options whose copies have to hide behind kernels."""
 
 
 def memory_options(chunk: int) -> Mapping[str, tuple[str, ...]]:
     """Name -> flags: each memory option alone, beside `none`."""
-    none = ("--memory", "balanced", "--gradient_checkpointing", "True", "--tiled_mlp", "False")
-    return {
-        "none": none,
-        "no checkpoints": (*none[:3], "False", *none[4:]),
-        "tiled MLP": (*none[:5], "True"),
-        "activations on the host": (*none, "--activation_offloading", "True"),
-        "chunks": (*none, "--sequence_chunk_size", str(chunk)),
-        "Liger's kernels": (*none, "--use_liger_kernel", "True"),
+    none: tuple[str, ...] = ("--memory", "balanced", "--gradient_checkpointing", "True", "--tiled_mlp", "False")
+    none += ("--use_liger_kernel", "False")
+    changed = {
+        "none": (),
+        "no checkpoints": ("--gradient_checkpointing", "False"),
+        "tiled MLP": ("--tiled_mlp", "True"),
+        "activations on the host": ("--activation_offloading", "True"),
+        "chunks": ("--sequence_chunk_size", str(chunk)),
+        "Liger's kernels": ("--use_liger_kernel", "True"),
     }
+    return {name: (*none, *flags) for name, flags in changed.items()}
 
 
 def _longest_within(setup: MemorySetup, device_bytes: float) -> float:

@@ -29,13 +29,14 @@ def write_page(folder: Path, catalogue: Any, lines: Sequence[Line]) -> None:
     measured = next((speeds_of(line) for line in of.get("speeds", ()) if line["status"] == OK), None)
     parts = [
         _head(device),
+        _checks(of.get("checks", ())),
         _speeds(device, measured, table),
+        _steps(catalogue, measured, of.get("steps", ())),
         _kernels(device, of.get("kernels", ()), table),
         _loss(of.get("loss", ())),
-        _ring(of.get("ring", ())),
-        _steps(catalogue, measured, of.get("steps", ())),
         _memory_options(catalogue, measured, of.get("memory_options", ())),
         _longest(of.get("longest", ())),
+        _ring(of.get("ring", ())),
         _failed(lines),
         _constants(lines, table),
     ]
@@ -54,6 +55,22 @@ def _head(device: Line) -> Iterator[str]:
     yield ""
     yield f"Attention kernel of a bf16 run with heads of 128: {device['kernel']}."
     yield ""
+
+
+def _checks(lines: Sequence[Line]) -> Iterator[str]:
+    for line in lines:
+        if line["status"] != OK:
+            continue
+        counts = [
+            f"{line[word]} {word}" for word in ("passed", "failed", "errors", "error", "skipped") if line.get(word)
+        ]
+        yield "## Checks"
+        yield ""
+        yield f"`pytest -m gpu`, without the tests of every model type: {', '.join(counts)}."
+        yield ""
+        yield from (f"- failed: `{name}`" for name in line["failures"])
+        if line["failures"]:
+            yield ""
 
 
 def _speeds(device: Line, measured: Speeds | None, table: SpeedTable) -> Iterator[str]:
@@ -169,27 +186,29 @@ def _ring(lines: Sequence[Line]) -> Iterator[str]:
 def _steps(catalogue: Any, measured: Speeds | None, lines: Sequence[Line]) -> Iterator[str]:
     if not lines:
         return
-    trl = {(line["model"], line["length"]): seconds(line) for line in lines if line["way"] == "TRL"}
+    found = {(line["model"], line["length"], line["way"]): seconds(line) for line in lines}
     yield "## Steps"
     yield ""
     yield (
-        "One document a step, bf16 with fp32 weights and states, batch size 1. Predicted seconds are by the speeds "
-        "measured above, predicted memory by the closed form; both of longctx's own steps alone."
+        "One document a step, bf16 with fp32 weights and states, batch size 1. `balanced` is the default, with Liger's "
+        "kernels of norms, activations and rotary embeddings; TRL has checkpoints, too. Predicted seconds are by the "
+        "speeds measured above, predicted memory by the closed form; both of longctx's own steps alone."
     )
     yield ""
     rows = []
     for line in lines:
-        of_trl = trl.get((line["model"], line["length"]))
+        trl, liger = (found.get((line["model"], line["length"], way)) for way in ("TRL", "TRL, Liger"))
         rows.append(
             (
                 line["model"],
                 f"{line['length']:,}",
                 line["way"],
                 *_seconds_and_memory(catalogue, measured, line),
-                _ratio(of_trl, seconds(line)),
+                _ratio(trl, seconds(line)),
+                _ratio(liger, seconds(line)),
             )
         )
-    yield from _table(("model", "tokens", "by", *_OF_A_STEP, "speed over TRL"), rows)
+    yield from _table(("model", "tokens", "by", *_OF_A_STEP, "speed over TRL", "over TRL with Liger"), rows)
 
 
 _OF_A_STEP = ("seconds", "predicted", "error", "peak, GiB", "predicted", "error")

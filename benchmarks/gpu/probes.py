@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
+import os
+import re
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -61,6 +66,26 @@ def facts(_: None) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "kernel": chosen.name,
     }
+
+
+CHECKS = ("tests/gpu/test_gpu.py", "-k", "not every_model_type")
+
+
+def checks(_: None) -> dict[str, Any]:
+    """Outcomes of the checks against references that need a GPU, by number; those of every model type are left out."""
+    checkout = Path(__file__).parents[2]
+    if not (checkout / CHECKS[0]).exists():
+        return {"absent": True}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *CHECKS]
+    if importlib.util.find_spec("xdist"):
+        command += ["-n", str(min(8, os.cpu_count() or 1))]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+    last = done.stdout.strip().rpartition("\n")[2]
+    found: dict[str, Any] = {
+        word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", last)
+    }
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return found | {"failures": failed, "output": done.stdout[-4000:] if done.returncode else ""}
 
 
 def make_model(argument: tuple[Any, str]) -> dict[str, Any]:

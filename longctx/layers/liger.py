@@ -13,10 +13,13 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shutil
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -123,16 +126,30 @@ def _wanted(asked: str | Mapping[str, Any] | None, model_type: str, there: tuple
 _EXAMPLE = "Example: '{\"rope\": false}'."
 
 
-def check_liger_device(use_cpu: bool) -> None:
-    """Check that Triton kernels can run at all. Nothing of Liger's is imported.
+def check_liger_machine(use_cpu: bool) -> None:
+    """Check that Triton can compile and run kernels at all. Nothing of Liger's is imported.
 
     Raises:
-        ValueError: on the CPU, where only Triton's interpreter (TRITON_INTERPRET=1) runs them.
+        ValueError: on the CPU, where only Triton's interpreter (TRITON_INTERPRET=1) runs them, and without the C
+            compiler and the header files of Python with which Triton builds the launcher of its first kernel.
     """
-    if use_cpu and os.environ.get("TRITON_INTERPRET") != "1":
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    if use_cpu:
         raise ValueError(
             "--use_liger_kernel True on the CPU: Liger's Triton kernels need a GPU. Leave it out: the fused loss, "
             "which saves most of the memory that Liger does, is on without it."
+        )
+    if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang")))):
+        raise ValueError(
+            "--use_liger_kernel needs a C compiler for Triton, and neither gcc nor clang is found. Install gcc, or set "
+            "CC to another compiler."
+        )
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.exists():
+        release = f"{sys.version_info.major}.{sys.version_info.minor}"
+        raise ValueError(
+            f"--use_liger_kernel needs {header} for Triton, which is not there. Install python{release}-dev."
         )
 
 
@@ -165,7 +182,8 @@ def install_liger(model: PreTrainedModel, parts: tuple[str, ...]) -> None:
         ValueError: where the installed releases of Liger and transformers do not fit together.
     """
     model_type = model.config.get_text_config().model_type
-    with _undone(sys.modules[type(model).__module__]) as replaced:
+    modeling = sys.modules[type(model).__module__]
+    with _undone(modeling) as replaced:
         try:
             from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
@@ -180,7 +198,7 @@ def install_liger(model: PreTrainedModel, parts: tuple[str, ...]) -> None:
             ) from error
     if ROPE in parts:
         for module in model.modules():
-            _replace_rope(module, replaced["apply_rotary_pos_emb"])
+            _replace_rope(module, replaced.get("apply_rotary_pos_emb") or modeling.apply_rotary_pos_emb)
 
 
 @contextmanager

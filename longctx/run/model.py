@@ -16,7 +16,7 @@ from longctx.attention.kernels import Kernel
 from longctx.collate import SequenceCollator
 from longctx.forecast.memory_options import NVME
 from longctx.layers.compiled import install_compiled
-from longctx.layers.liger import check_liger, install_liger
+from longctx.layers.liger import install_liger
 from longctx.model.adapter import add_adapter, changes_base, quantization_of
 from longctx.model.allow_list import kernel_of
 from longctx.model.load import load_model
@@ -77,7 +77,7 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
     run, args, settings = prepared.run, prepared.args, prepared.run.settings
     _check_kernels(prepared, model)
     if run.liger_parts is not None:
-        _install_liger(prepared, model, run.liger_parts)
+        install_liger(model, run.liger_parts)
     model, sequence = parallelize(
         model,
         run.dims.sp,
@@ -166,13 +166,6 @@ def _check_kernels(prepared: PreparedRun, model: PreTrainedModel) -> None:
     found = gather_objects(on_all_ranks(lambda: (name, attention_kernel(prepared, model).name)))
     share = -(-row_length(run.settings) // run.dims.ring)
     on_all_ranks(lambda: check_kernels(found, min(run.settings["max_length"], share)))
-
-
-def _install_liger(prepared: PreparedRun, model: PreTrainedModel, parts: tuple[str, ...]) -> None:
-    """Put Liger's kernels into the model, once every rank has compared them with torch's operators."""
-    device = select_device(prepared.args.device)
-    on_all_ranks(lambda: check_liger(model.config, parts, device, _activation_dtype(prepared, model)))
-    install_liger(model, parts)
 
 
 def attention_kernel(prepared: PreparedRun, model: PreTrainedModel) -> Kernel:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from huggingface_hub import auth_check, create_repo
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -25,9 +26,11 @@ from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.launch.console import say
+from longctx.layers.liger import check_liger
 from longctx.model.load import check_eos_token, load_tokenizer, take_chat_template
 from longctx.ranks.agreement import broadcast_object, check_agreement, on_all_ranks, storage_of_ranks
 from longctx.run.processes import agree, degrees, start_processes
+from longctx.sequence.mesh import select_device
 from longctx.settings.run import Run
 from longctx.training.checkpoint import (
     MANIFEST,
@@ -88,6 +91,7 @@ def prepare(run: Run) -> PreparedRun:
         on_all_ranks(lambda: check_learning_rates(args, args.max_steps))
     on_all_ranks(lambda: check_hub(args))
     use_one_device(args)
+    run = _with_exact_liger(run, args)
     if run.engine == "deepspeed":
         configure_deepspeed(
             args.deepspeed_plugin.deepspeed_config,
@@ -119,6 +123,28 @@ def prepare(run: Run) -> PreparedRun:
         resume_from=resume_from,
         is_finished=is_finished,
     )
+
+
+def _with_exact_liger(run: Run, args: SFTConfig) -> Run:
+    """Return the run with Liger's kernels if they agree with torch's operators on the devices of all ranks.
+
+    Raises:
+        ValueError: if they do not, and were asked for.
+    """
+    parts, named = run.liger_parts, run.settings["dtype"]
+    if parts is None:
+        return run
+    loaded = run.model_config.dtype or torch.float32 if named == "auto" else getattr(torch, named)
+    dtype = torch.bfloat16 if args.bf16 else loaded
+    try:
+        on_all_ranks(lambda: check_liger(run.model_config, parts, select_device(args.device), dtype))
+    except ValueError as error:
+        if run.flags.is_set("use_liger_kernel") or run.flags.is_set("liger_kernel_config"):
+            raise
+        off = {"use_liger_kernel": False, "liger_kernel_config": None}
+        note = f"Liger's kernels are off, and steps take longer: {error}"
+        return replace(run, settings={**run.settings, **off}, notes=(*run.notes, note))
+    return run
 
 
 def _is_finished(run: Run, args: SFTConfig, num_steps: int) -> bool:

@@ -19,7 +19,7 @@ from longctx.forecast.memory_options import ALL, AUTO
 from longctx.forecast.memory_presets import asked_memory_options
 from longctx.launch.spawn import device_count
 from longctx.layers.compiled import check_compile
-from longctx.layers.liger import check_liger_device, liger_parts
+from longctx.layers.liger import check_liger_machine, liger_parts
 from longctx.model.adapter import check_adapted_experts, check_adapter, check_quantization
 from longctx.model.tiny import TINY
 from longctx.ranks import is_first_rank
@@ -108,8 +108,7 @@ def _arranged(
     if settings["use_peft"]:
         check_versions(PEFT_VERSIONS, "--use_peft")
         check_adapter(settings, model_config, engine.name)
-    if settings["use_liger_kernel"]:
-        settings = _take_liger(settings, model_config, use_cpu=use_cpu)
+    settings = _take_liger(settings, model_config, use_cpu=use_cpu)
     if settings["torch_compile"]:
         check_compile(settings, engine.name, model_config)
     settings = settings.note(*precision_notes(settings, engine.name, use_cpu=use_cpu)).decided(
@@ -194,9 +193,31 @@ def _attention_setup(
 
 
 def _take_liger(values: Settings, model_config: PretrainedConfig, *, use_cpu: bool) -> Settings:
-    """Return values whose `liger_kernel_config` names the parts that Liger computes, or raise ValueError."""
-    check_versions(LIGER_VERSIONS, "--use_liger_kernel")
-    parts = liger_parts(model_config, values["liger_kernel_config"])
-    if not values["prepare_only"]:
-        check_liger_device(use_cpu)
-    return values.decided(liger_kernel_config=dict.fromkeys(parts, True))
+    """Return values whose `liger_kernel_config` names the parts that Liger computes.
+
+    Where nobody asked, Liger computes on GPUs what it is verified for, unless layers are compiled.
+
+    Raises:
+        ValueError: if Liger was asked for and cannot compute this model here.
+    """
+    off = values.decided(use_liger_kernel=False)
+    asked = values["use_liger_kernel"]
+    if asked is None and (use_cpu or values["torch_compile"]):
+        return off
+    if not (asked or asked is None):
+        return values
+    try:
+        parts = liger_parts(model_config, values["liger_kernel_config"])
+    except ValueError:
+        if asked or values["liger_kernel_config"]:
+            raise
+        return off
+    try:
+        check_versions(LIGER_VERSIONS, "--use_liger_kernel")
+        if not values["prepare_only"]:
+            check_liger_machine(use_cpu)
+    except ValueError as error:
+        if asked:
+            raise
+        return off.note(f"Liger's kernels are off, and steps take longer: {error}")
+    return values.decided(use_liger_kernel=True, liger_kernel_config=dict.fromkeys(parts, True))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.catalogue import OURS, QUICK, SLICES, TRLS, Catalogue
+from benchmarks.gpu.catalogue import OURS, QUICK, SEARCHED, SLICES, Catalogue
 from benchmarks.gpu.page import PAGE, write_page
 from benchmarks.gpu.probes import overlap
 from benchmarks.gpu.refit import changes, constants_of, refit
@@ -71,9 +71,9 @@ def test_what_is_measured_is_not_measured_again(catalogue):
     first = next(catalogue.left(lines, SLICES))
     assert first.key == ("speeds", "measured")
     lines.append(outcome(first))
-    assert next(catalogue.left(lines, SLICES)).slice == "kernels"
+    assert next(catalogue.left(lines, SLICES)).slice == "steps"
     left = [probe.slice for probe in catalogue.left(lines, SLICES)]
-    assert list(dict.fromkeys(left)) == ["kernels", "loss", "ring", "steps", "memory_options", "longest"]
+    assert list(dict.fromkeys(left)) == ["steps", "kernels", "loss", "memory_options", "longest", "ring"]
     assert len({probe.key for probe in catalogue.left(lines, SLICES)}) == len(left)
 
 
@@ -83,14 +83,13 @@ def test_the_search_ends_near_the_longest_sequence(catalogue):
     while probe := next(catalogue.left(lines, ["longest"]), None):
         fits = probe.about["way"] in OURS and probe.argument.length <= 300
         lines.append(outcome(probe, "ok" if fits else "oom", allocated=1e6 * probe.argument.length))
-    tried = {
-        way: {line["length"]: line["status"] for line in lines if line.get("way") == way} for way in (*OURS, *TRLS)
-    }
-    for way in OURS:
-        assert tried[way][256] == "ok"
-        assert tried[way][320] == "oom"
-    for way in TRLS:
-        assert tried[way][64] == "oom"
+    tried = {way: {line["length"]: line["status"] for line in lines if line.get("way") == way} for way in SEARCHED}
+    for way in SEARCHED:
+        if way in OURS:
+            assert tried[way][256] == "ok"
+            assert tried[way][320] == "oom"
+        else:
+            assert tried[way][64] == "oom"
     assert len(lines) <= 25
 
 
@@ -119,10 +118,12 @@ def test_the_page_puts_predicted_beside_measured(catalogue, tmp_path):
     step = {"kind": "steps", "model": "tiny", "length": 64, "status": "ok", "seconds": [9.0, 9.0, 1.0, 2.0, 3.0]}
     ours = step | {"name": "ours", "way": "balanced", "allocated": 3 * 2**30, "predicted_bytes": 3.3 * 2**30}
     trl = step | {"name": "trl", "way": "TRL", "allocated": 2**30, "seconds": [9.0, 9.0, 5.0]}
+    liger = trl | {"name": "liger", "way": "TRL, Liger", "seconds": [9.0, 9.0, 3.0]}
+    checked = {"kind": "checks", "name": "c", "status": "ok", "passed": 7, "failed": 1, "failures": ["tests/a.py::b"]}
     broken = {"kind": "ring", "name": "2 ranks", "status": "fail", "error": "ValueError: no"}
     loss = {"kind": "loss", "name": "l", "status": "ok", "way": "kernel", "vocabulary": 151_936, "tokens": 1792}
     loss |= {"seconds": 1.5e-3, "logits_per_second": 181.5e9}
-    write_page(tmp_path, catalogue, [DEVICE, SPEEDS_LINE, KERNEL_LINE, loss, ours, trl, broken])
+    write_page(tmp_path, catalogue, [DEVICE, SPEEDS_LINE, KERNEL_LINE, checked, loss, ours, trl, liger, broken])
     page = (tmp_path / PAGE).read_text()
     known = {name: constant.value for name, constant in SPEEDS.constants["H100"].items()}  # a refit changes them
     link, parts = known["host_link"], (known["flash-attn 2 forward"], known["flash-attn 2 backward"])
@@ -131,7 +132,8 @@ def test_the_page_puts_predicted_beside_measured(catalogue, tmp_path):
     assert f"| aten varlen flash | one document | 4,096 | 494 / 396 | 50% / 40% | {predicted} |" in page
     assert "| 151,936 | 1,792 | kernel | 1.5 | 182 |" in page
     row = next(line for line in page.splitlines() if line.startswith("| tiny | 64 | balanced | 2 |"))
-    assert row.endswith("| 3.00 | 3.30 | +10% | 2.50 |")
+    assert row.endswith("| 3.00 | 3.30 | +10% | 2.50 | 1.50 |")
+    assert "every model type: 7 passed, 1 failed.\n\n- failed: `tests/a.py::b`" in page
     assert "- ring: 2 ranks: fail, ValueError: no" in page
     was = SPEEDS.constants["H100"]["matmul_part"]
     assert f"| H100 matmul_part | {number(was.value)} | 0.5 | {was.source} |" in page

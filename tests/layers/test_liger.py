@@ -7,12 +7,16 @@ do, it does not show. fp32 tolerances are those of tests/model/test_models.py.
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import LlamaConfig
 
 from longctx.forecast.closed_form import predict
 from longctx.layers.liger import BOUNDS, LIGER_MODELS, describe_liger, fuses_layers, liger_parts
 from longctx.model.load import load_config
+from longctx.run import preparation
 from tests.model.test_models import FAMILIES, TOLERANCE
 from tests.reference import train_reference
 from tests.settings.test_flags import resolved
@@ -26,6 +30,7 @@ KERNELS = {
     "swiglu": "_swiglu_forward_kernel",
     "geglu": "_geglu_tanh_forward_kernel",
 }
+SMALL = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
 COMPARED = {name: model_type for name, (model_type, _) in FAMILIES.items() if model_type in LIGER_MODELS}
 DEFAULT = ["gemma3_text, windows", "qwen3"]
 """Each of the kernels, and both kinds of norms."""
@@ -205,9 +210,68 @@ def test_on_a_gpu_the_run_says_what_liger_computes(monkeypatch, tmp_path):
 
 def test_the_forecast_has_fewer_bytes_with_liger(monkeypatch):
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 2)
-    setups = [resolved(*flags).memory_setup(1) for flags in (("--use_liger_kernel", "True"), ())]
+    setups = [resolved("--use_liger_kernel", asked).memory_setup(1) for asked in ("True", "False")]
     with_liger, without = (sum(predict(setup, 100_000).device.values()) for setup in setups)
     assert with_liger < without
+
+
+ALL_OF_QWEN3 = ("rms_norm", "swiglu", "rope")
+
+
+def test_liger_is_on_by_default_where_it_is_verified(monkeypatch, tmp_path):
+    assert resolved().liger_parts is None  # on the CPU
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 1)
+    assert resolved().liger_parts == ALL_OF_QWEN3
+    assert resolved("--liger_kernel_config", '{"swiglu": false}').liger_parts == ("rms_norm", "rope")
+    assert resolved("--use_liger_kernel", "False").liger_parts is None
+    assert resolved("--torch_compile", "True").liger_parts is None
+    LlamaConfig(**SMALL, hidden_act="gelu").save_pretrained(tmp_path)
+    gelu = ("--model_name_or_path", str(tmp_path), "--dataset_name", "stdlib")
+    run = resolved(*gelu)
+    assert run.liger_parts is None
+    assert not any("Liger" in note for note in run.notes)
+    with pytest.raises(ValueError, match="Liger's SwiGLU kernel computes silu"):  # what is asked for is not left out
+        resolved(*gelu, "--liger_kernel_config", '{"rope": false}')
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("shutil.which", "needs a C compiler for Triton, and neither gcc nor clang is found. Install gcc"),
+        ("sysconfig.get_path", "Python.h for Triton, which is not there. Install python3"),
+    ],
+)
+def test_without_a_compiler_liger_is_off_unless_it_is_asked_for(missing, message, monkeypatch):
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 1)
+    monkeypatch.setattr(
+        f"longctx.layers.liger.{missing}", lambda name: None if missing == "shutil.which" else "nowhere"
+    )
+    run = resolved()
+    assert run.liger_parts is None
+    assert [note for note in run.notes if "Liger's kernels are off, and steps take longer" in note and message in note]
+    with pytest.raises(ValueError, match=message):
+        resolved("--use_liger_kernel", "True")
+
+
+def test_kernels_that_disagree_are_left_out_unless_they_are_asked_for(monkeypatch):
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 1)
+    args = SimpleNamespace(bf16=True, device=torch.device("cpu"))
+    asked_for, default = resolved("--use_liger_kernel", "True"), resolved()
+
+    def check(config, parts, device, dtype):
+        assert (parts, device.type, dtype) == (ALL_OF_QWEN3, "cpu", torch.bfloat16)
+        if wrong:
+            raise ValueError("Liger's kernel of RMSNorm is off by 3e-01")
+
+    monkeypatch.setattr(preparation, "check_liger", check)
+    wrong = False
+    assert preparation._with_exact_liger(default, args) is default
+    wrong = True
+    run = preparation._with_exact_liger(default, args)
+    assert (run.liger_parts, run.memory_setup(1).fused_layers) == (None, False)
+    assert "Liger's kernels are off, and steps take longer: Liger's kernel of RMSNorm is off by 3e-01" in run.notes
+    with pytest.raises(ValueError, match="RMSNorm is off"):
+        preparation._with_exact_liger(asked_for, args)
 
 
 def test_the_cpu_is_refused(refusal):

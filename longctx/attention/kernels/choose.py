@@ -22,7 +22,7 @@ from longctx.attention.kernels.varlen import AtenFlashKernel
 
 logger = logging.getLogger(__name__)
 
-LONG_DOCUMENT = 8192
+LONG_DOCUMENT = 2048
 """Fewest tokens of a single document that goes to cuDNN; shorter ones have too many lengths to plan for each."""
 
 MAX_PLANS = 64
