@@ -324,7 +324,7 @@ _ROWS = (
         Flag("torch_compile", BOOL, False, "Compile the layers with torch.compile; the first steps then take longer."),
         Flag("use_liger_kernel", BOOL, False,
              "Compute norms, activations and rotary embeddings with Liger's Triton kernels (GPUs only).",
-             ours=None, default_is="on GPUs, for verified models", aliases=("use_liger",)),
+             ours=None, default_is="on GPUs, where it is faster", aliases=("use_liger",)),
         Flag("liger_kernel_config", JSON, None,
              "JSON that turns Liger parts off (rms_norm, rope, swiglu, geglu), such as '{\"rope\": false}'.",
              needs=("use_liger_kernel", True, None)),

@@ -108,7 +108,7 @@ def _arranged(
     if settings["use_peft"]:
         check_versions(PEFT_VERSIONS, "--use_peft")
         check_adapter(settings, model_config, engine.name)
-    settings = _take_liger(settings, model_config, use_cpu=use_cpu)
+    settings = _take_liger(settings, model_config, sp=dims.sp, use_cpu=use_cpu)
     if settings["torch_compile"]:
         check_compile(settings, engine.name, model_config)
     settings = settings.note(*precision_notes(settings, engine.name, use_cpu=use_cpu)).decided(
@@ -192,24 +192,29 @@ def _attention_setup(
     )
 
 
-def _take_liger(values: Settings, model_config: PretrainedConfig, *, use_cpu: bool) -> Settings:
+def _take_liger(values: Settings, model_config: PretrainedConfig, *, sp: int, use_cpu: bool) -> Settings:
     """Return values whose `liger_kernel_config` names the parts that Liger computes.
 
-    Where nobody asked, Liger computes on GPUs what it is verified for, unless layers are compiled.
+    Where nobody asked, Liger computes on GPUs what it is verified for, unless layers are compiled, or are so small that
+    a step waits for the host, which Liger's kernels keep busy for longer.
 
     Raises:
         ValueError: if Liger was asked for and cannot compute this model here.
     """
     off = values.decided(use_liger_kernel=False)
     asked = values["use_liger_kernel"]
-    if asked is None and (use_cpu or values["torch_compile"]):
+    if asked is None and values["liger_kernel_config"]:
+        asked = True
+    elements = values["per_device_train_batch_size"] * values["max_length"] // sp
+    elements *= model_config.get_text_config().hidden_size
+    if asked is None and (use_cpu or values["torch_compile"] or elements < LIGER_ELEMENTS):
         return off
     if not (asked or asked is None):
         return values
     try:
         parts = liger_parts(model_config, values["liger_kernel_config"])
     except ValueError:
-        if asked or values["liger_kernel_config"]:
+        if asked:
             raise
         return off
     try:
@@ -221,3 +226,10 @@ def _take_liger(values: Settings, model_config: PretrainedConfig, *, use_cpu: bo
             raise
         return off.note(f"Liger's kernels are off, and steps take longer: {error}")
     return values.decided(use_liger_kernel=True, liger_kernel_config=dict.fromkeys(parts, True))
+
+
+LIGER_ELEMENTS = 1 << 23
+"""Hidden states of a micro-batch and rank, by elements, from which Liger's kernels are on unless a flag says otherwise.
+
+On an H200, where Qwen3-0.6B has 1,024 a token, 16,384 tokens take 0.69 of their time with Liger, and 4,096 take 1.4.
+"""

@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 from longctx.forecast.closed_form import predict
 from longctx.layers.liger import BOUNDS, LIGER_MODELS, describe_liger, fuses_layers, liger_parts
 from longctx.model.load import load_config
+from longctx.model.tiny import tiny_config
 from longctx.run import preparation
 from tests.model.test_models import FAMILIES, TOLERANCE
 from tests.reference import train_reference
@@ -219,9 +220,12 @@ ALL_OF_QWEN3 = ("rms_norm", "swiglu", "rope")
 
 
 def test_liger_is_on_by_default_where_it_is_verified(monkeypatch, tmp_path):
-    assert resolved().liger_parts is None  # on the CPU
+    monkeypatch.setattr("longctx.settings.resolve.LIGER_ELEMENTS", 20 * tiny_config().hidden_size)
+    assert resolved("--max_length", "20").liger_parts is None  # on the CPU
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 1)
-    assert resolved().liger_parts == ALL_OF_QWEN3
+    assert resolved("--max_length", "20").liger_parts == ALL_OF_QWEN3
+    assert resolved("--max_length", "10").liger_parts is None
+    assert resolved("--max_length", "10", "--per_device_train_batch_size", "2").liger_parts == ALL_OF_QWEN3
     assert resolved("--liger_kernel_config", '{"swiglu": false}').liger_parts == ("rms_norm", "rope")
     assert resolved("--use_liger_kernel", "False").liger_parts is None
     assert resolved("--torch_compile", "True").liger_parts is None
@@ -243,6 +247,7 @@ def test_liger_is_on_by_default_where_it_is_verified(monkeypatch, tmp_path):
 )
 def test_without_a_compiler_liger_is_off_unless_it_is_asked_for(missing, message, monkeypatch):
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 1)
+    monkeypatch.setattr("longctx.settings.resolve.LIGER_ELEMENTS", 1)
     monkeypatch.setattr(
         f"longctx.layers.liger.{missing}", lambda name: None if missing == "shutil.which" else "nowhere"
     )
@@ -255,6 +260,7 @@ def test_without_a_compiler_liger_is_off_unless_it_is_asked_for(missing, message
 
 def test_kernels_that_disagree_are_left_out_unless_they_are_asked_for(monkeypatch):
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 1)
+    monkeypatch.setattr("longctx.settings.resolve.LIGER_ELEMENTS", 1)
     args = SimpleNamespace(bf16=True, device=torch.device("cpu"))
     asked_for, default = resolved("--use_liger_kernel", "True"), resolved()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longctx.attention.kernels.entries import Entries, Kernel
+from longctx.attention.kernels.entries import Entries, Kernel, Operator, count_backward
 
 
 class CudnnKernel(Kernel):
@@ -35,9 +35,7 @@ class CudnnKernel(Kernel):
         return entries.is_one_call
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, entries.causal, False, scale=scale
-        )
+        out, lse, *_ = _cudnn_attention(q, k, v, None, True, 0.0, entries.causal, False, scale=scale)
         self._lse_shape = lse.shape[3:]
         return out, lse.reshape(q.shape[:3])
 
@@ -53,12 +51,31 @@ class CudnnKernel(Kernel):
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert self._lse_shape is not None, "a forward call, if only that of the check, comes first"
-        # torch keeps a plan for later calls without asking for the layouts of out and dO, so both always have one: that
-        # of a model's layers, where the heads of a row lie together and nothing is copied.
-        grad_out, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad_out, out))
+        grad_out, out = (_heads_together(x) for x in (grad_out, out))
         no_seed = torch.empty((), dtype=torch.int64, device=q.device)
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *(grad_out, q, k, v, out, lse.reshape(*lse.shape, *self._lse_shape).contiguous()),
             *(no_seed, no_seed, None, None, None, q.shape[2], k.shape[2], 0.0, entries.causal),
             scale=scale,
         )
+
+    def operator(self, entries: Entries) -> Operator:
+        def run(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            out = _cudnn_attention(q, k, v, None, True, 0.0, entries.causal, False, scale=scale)[0]
+            if out.requires_grad:
+                out.register_hook(_heads_together)
+            return count_backward(out)
+
+        return run
+
+
+_cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+
+
+def _heads_together(x: Tensor) -> Tensor:
+    """Return x [1, H, N, D] in the layout of a model's layers, whose heads of a row lie together; there it is x itself.
+
+    torch keeps a plan of a backward pass without asking for the layouts of out and its gradient, so that these always
+    have to be the same. The one of out follows from that of q, for which torch does ask.
+    """
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
