@@ -15,8 +15,10 @@
 - *memory options*: what each memory option costs and saves, and how much of its copies hides behind kernels.
 - *longest*: the longest sequence within a part of the device's memory, beside TRL's.
 
-Models have random weights and real sizes, so that no hub is needed. Each figure is measured in a process of its own and
-is on the disk before the next begins, in benchmarks/results/gpu_DEVICE/results.jsonl; README.md there is the page.
+Models have random weights and real sizes, so that no hub is needed. Steps of one model share a process, as kernels do,
+and each trainer starts anew in it; TRL with Liger's kernels, which replace classes of transformers, has its own. What
+a process has measured is in benchmarks/results/gpu_DEVICE/results.jsonl before the next begins, and README.md there is
+the page.
 
 `--refit` writes the constants that the figures give into the table that all forecasts read,
 longctx/attention/speeds.toml, once nothing is left to measure, and prints each with its source, before and after.
@@ -29,13 +31,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -43,7 +46,7 @@ from typing import Any
 
 from ..max_length.results import DECIDED, OK, OOM, REFUSED, TIMEOUT, Line, Results, read
 from ..max_length.results import FILE as RESULTS_FILE
-from ..ranks import Ending, run_group, start_server
+from ..ranks import run_group, start_server
 
 USAGE_ERROR, TIME_IS_UP = 2, 3
 RESULTS = Path(__file__).parents[1] / "results"
@@ -147,39 +150,58 @@ def _measure(catalogue: Any, results: Results, slices: Sequence[str], until: flo
     """Until nothing is left, or the time is up; returns whether nothing is left."""
     tried: set[tuple[str, str]] = set()
     while True:
-        probe = next((probe for probe in catalogue.left(results.lines, slices) if probe.key not in tried), None)
-        if probe is None:
+        left = [probe for probe in catalogue.left(results.lines, slices) if probe.key not in tried]
+        seconds = until - time.monotonic()
+        if not left:
             return not tried
-        left = until - time.monotonic()
-        if left < SHORTEST:
+        if seconds < SHORTEST:
             return False
-        ending = _run(catalogue, probe, work, min(left, probe.timeout))
-        if ending.status == TIMEOUT and left < probe.timeout:
-            tried.add(probe.key)  # it has not had its time yet, and gets it when this goes on
-            continue
-        found = ending.reports[0] if ending.reports else {"error": ending.error, "log": ending.log[-2000:]}
-        status = REFUSED if found.pop("absent", False) else ending.status
-        assert status in DECIDED, status
-        line = {"kind": probe.slice, "name": probe.name, "status": status, **catalogue.predicted(probe), **found}
-        results.add({**line, **probe.about, "wall": round(ending.seconds, 1)})
-        told = f": {ending.error}" if status not in (OK, OOM, REFUSED) else ""
-        print(f"{ending.seconds:6.1f} s  {status:8} {probe.slice}: {probe.name}{told}", flush=True)
+        for probe, status, found in _run(catalogue, list(_together(left)), work, seconds):
+            if status == TIMEOUT and time.monotonic() > until - 1:
+                tried.add(probe.key)  # it has not had its time yet, and gets it when this goes on
+                continue
+            assert status in DECIDED, status
+            line = {"kind": probe.slice, "name": probe.name, "status": status, **catalogue.predicted(probe), **found}
+            results.add(line | dict(probe.about))
+            told = f": {found['error']}" if status not in (OK, OOM, REFUSED) else ""
+            print(f"{found['wall']:6.1f} s  {status:8} {probe.slice}: {probe.name}{told}", flush=True)
 
 
-def _run(catalogue: Any, probe: Any, work: Path, timeout: float) -> Ending:
-    from ..max_length.sweep import write_rows
-    from .probes import make_model
+def _together(left: Sequence[Any]) -> Iterator[Any]:
+    """Yield the first probe, and those after it that share its process."""
+    first = left[0]
+    yield first
+    for probe in left[1:]:
+        if first.is_alone or probe.shares != first.shares:
+            return
+        if not probe.is_alone:
+            yield probe
 
-    ranks, started = work / "ranks", time.monotonic()
-    if probe.model is not None:
-        folder = catalogue.model_folder(probe.model)
-        argument = (catalogue.sizes.models[probe.model], str(folder))
-        made = run_group(1, make_model, argument, environment={}, folder=ranks, timeout=timeout)
+
+def _run(
+    catalogue: Any, probes: Sequence[Any], work: Path, seconds: float
+) -> Iterator[tuple[Any, str, dict[str, Any]]]:
+    """Run probes in one process, and yield each with what became of it and what it found, up to one that fails."""
+    from .probes import make_model, perform
+
+    ranks, path, started = work / "ranks", work / "found.jsonl", time.monotonic()
+    path.unlink(missing_ok=True)
+    if probes[0].model is not None:
+        argument = (catalogue.sizes.models[probes[0].model], str(catalogue.model_folder(probes[0].model)))
+        made = run_group(1, make_model, argument, environment={}, folder=ranks, timeout=seconds)
         if not made.reports:
-            return made
-        write_rows(Path(probe.argument.data), probe.documents * probe.argument.num_steps)
-    left = timeout - (time.monotonic() - started)
-    return run_group(1, probe.function, probe.argument, environment={}, folder=ranks, timeout=left)
+            yield probes[0], made.status, {"error": made.error, "log": made.log[-2000:], "wall": made.seconds}
+            return
+        catalogue.write_rows(probes)
+    argument = ([(probe.function, probe.argument) for probe in probes], str(path))
+    seconds = min(seconds - (time.monotonic() - started), sum(probe.timeout for probe in probes))
+    ending = run_group(1, perform, argument, environment={}, folder=ranks, timeout=seconds)
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for probe, one in zip(probes, found, strict=False):
+        yield probe, REFUSED if one.pop("absent", False) else OK, one
+    if len(found) < len(probes):
+        wall = ending.seconds - sum(one["wall"] for one in found)
+        yield probes[len(found)], ending.status, {"error": ending.error, "log": ending.log[-2000:], "wall": wall}
 
 
 def _folder_name(device: str, is_quick: bool) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ..max_length.combinations import FLAGS, LONGCTX, ONE_DEVICE, TRL, Combinati
 from ..max_length.rank import Task
 from ..max_length.results import OK, Line
 from ..max_length.search import next_length
+from ..max_length.sweep import write_rows
 from ..published import CONFIGS
 from .probes import Attention, HeadLoss, checks, facts, kernel_speed, loss_speed, ring_efficiency, speeds, train
 
@@ -133,14 +135,19 @@ class Probe:
     timeout: float = 120.0
     model: str | None = None
     """That has to be on the disk first."""
-    documents: Sequence[int] = ()
-    """Lengths of those of the row that is trained on."""
+    is_alone: bool = False
+    """Whether its process is its own, and not that of others with the same model, or of its slice."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """Of the line, besides what is measured."""
 
     @property
     def key(self) -> tuple[str, str]:
         return self.slice, self.name
+
+    @property
+    def shares(self) -> str:
+        """What those in one process have in common."""
+        return self.model or self.slice
 
 
 class Catalogue:
@@ -207,7 +214,8 @@ class Catalogue:
     def _steps(self) -> Iterator[Probe]:
         for model, length, ways in self.sizes.steps:
             for way in ways:
-                yield self._training("steps", model, way, length)
+                if way != "QLoRA" or importlib.util.find_spec("bitsandbytes"):
+                    yield self._training("steps", model, way, length)
 
     def _memory_options(self) -> Iterator[Probe]:
         model, length = next(iter(self.sizes.models)), self.sizes.memory_option_length
@@ -249,7 +257,7 @@ class Catalogue:
     def _training(self, of: str, model: str, way: str, length: int) -> Probe:
         combination, sizes = self.combination(model, way), self.sizes
         is_search = of == "longest"
-        data = self.folder / "data.parquet"
+        data = self.folder / f"{length}.parquet"
         task = Task(
             stack=combination.stack,
             model=str(self.model_folder(model)),
@@ -266,13 +274,20 @@ class Catalogue:
         if of == "memory_options" and way in TRACED:
             task = replace(task, flags=(*task.flags, "--profile", "True", "--profile_steps", "1"))
         name = f"{model}, {way}, {length}"
-        return Probe(of, name, train, task, 400.0, model, one_document(length), line)
+        is_alone = is_search or bool(TRLS.get(way, {}).get("use_liger_kernel"))
+        return Probe(of, name, train, task, 400.0, model, is_alone, line)
+
+    def write_rows(self, probes: Iterable[Probe]) -> None:
+        """Write the rows that these train on."""
+        steps = {probe.argument.length: probe.argument.num_steps for probe in probes}
+        for length, num_steps in steps.items():
+            write_rows(self.folder / f"{length}.parquet", one_document(length) * num_steps)
 
     def combination(self, model: str, way: str) -> Combination:
         """How it is trained, and what is predicted of it; of TRL's, what our most similar run would take."""
         like_trl = (*OURS["balanced"], "--use_liger_kernel", str(bool(TRLS.get(way, {}).get("use_liger_kernel"))))
         flags = {**OURS, **memory_options(self.sizes.chunk)}.get(way, like_trl)
-        data = str(self.folder / "data.parquet")
+        data = str(self.folder / "any.parquet")
         base = [*FLAGS.split(), "--warmup_steps", "0", "--model_name_or_path", str(self.model_folder(model))]
         base += ["--dataset_name", data]
         found = resolved_for(ONE_DEVICE, 1, [*base, *flags], {})

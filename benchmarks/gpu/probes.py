@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import importlib.util
 import json
@@ -66,6 +67,21 @@ def facts(_: None) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "kernel": chosen.name,
     }
+
+
+def perform(argument: tuple[Sequence[tuple[Callable[[Any], dict[str, Any]], Any]], str]) -> None:
+    """Call functions one after the other, and write what each returns to a file, a line of JSON each, when it ends."""
+    calls, path = argument
+    with open(path, "w", encoding="utf-8") as file:
+        for function, given in calls:
+            started = time.monotonic()
+            found = function(given)
+            file.write(json.dumps(found | {"wall": round(time.monotonic() - started, 1)}) + "\n")
+            file.flush()
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
 
 
 CHECKS = ("tests/gpu/test_gpu.py", "-k", "not every_model_type")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -265,13 +267,15 @@ def test_plan_forecasts_with_what_the_flag_has_written(tmp_path):
 def test_all_of_it_runs_on_a_soft_gpu(soft_gpus, tmp_path):
     """But for what needs Triton's compiler: TRL's loss and Liger's kernels. The second call finds nothing left."""
     before, table = FILE.read_bytes(), tmp_path / "speeds.toml"
+    work = tempfile.mkdtemp(dir=os.environ.get("TMPDIR", "/tmp"))  # a short path, for the sockets of data loaders
     command = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--refit", str(table), "--output", str(tmp_path)]
+    command += ["--work", work]
     for _ in range(2):
         done = subprocess.run(command, env=soft_environment() | {"SOFTCUDA_DEVICES": "1"}, check=True, timeout=900)
         assert done.returncode == 0
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert len({(line["kind"], line["name"]) for line in lines}) == len(lines)
-    assert {line["kind"] for line in lines} == set(SLICES)
+    assert {line["kind"] for line in lines} == set(SLICES) - {"checks"}  # which are this suite
     failed = [line["name"] for line in lines if line["status"] not in ("ok", "refused")]
     assert all("TRL" in name or "Liger" in name for name in failed), failed
     assert (tmp_path / PAGE).read_text().count("| tiny | 256 | balanced |") == 1
