@@ -244,7 +244,7 @@ class Catalogue:
 
     def _guess(self, model: str, way: str, lines: Sequence[Line]) -> float:
         """By the closed form, corrected by the step that came nearest to the budget."""
-        setup = self.combination(model, way).setup
+        setup = self.combination(model, way, self.sizes.memory_option_length).setup
         beside = 0.0
         measured = [line for line in lines if line.get("allocated")]
         if measured:
@@ -255,7 +255,7 @@ class Catalogue:
     # Training
 
     def _training(self, of: str, model: str, way: str, length: int) -> Probe:
-        combination, sizes = self.combination(model, way), self.sizes
+        combination, sizes = self.combination(model, way, length), self.sizes
         is_search = of == "longest"
         data = self.folder / f"{length}.parquet"
         task = Task(
@@ -283,14 +283,14 @@ class Catalogue:
         for length, num_steps in steps.items():
             write_rows(self.folder / f"{length}.parquet", one_document(length) * num_steps)
 
-    def combination(self, model: str, way: str) -> Combination:
+    def combination(self, model: str, way: str, length: int) -> Combination:
         """How it is trained, and what is predicted of it; of TRL's, what our most similar run would take."""
         like_trl = (*OURS["balanced"], "--use_liger_kernel", str(bool(TRLS.get(way, {}).get("use_liger_kernel"))))
         flags = {**OURS, **memory_options(self.sizes.chunk)}.get(way, like_trl)
         data = str(self.folder / "any.parquet")
         base = [*FLAGS.split(), "--warmup_steps", "0", "--model_name_or_path", str(self.model_folder(model))]
         base += ["--dataset_name", data]
-        found = resolved_for(ONE_DEVICE, 1, [*base, *flags], {})
+        found = resolved_for(ONE_DEVICE, 1, [*base, *flags], {}, length)
         return replace(found, stack=TRL if way in TRLS else LONGCTX)
 
     def model_folder(self, model: str) -> Path:
@@ -300,12 +300,11 @@ class Catalogue:
         """Of a probe's line: bytes that tensors take at the peak of one of our own steps."""
         if not isinstance(probe.argument, Task) or probe.argument.stack == TRL:
             return {}
-        setup = self.combination(probe.about["model"], probe.about["way"]).setup
-        return {"predicted_bytes": predict(setup, probe.argument.length).allocated_bytes}
+        return {"predicted_bytes": predict(self.setup(probe.about), probe.argument.length).allocated_bytes}
 
-    def setup(self, line: Line) -> MemorySetup:
+    def setup(self, line: Mapping[str, Any]) -> MemorySetup:
         """What the prediction of a line's step is made from."""
-        return self.combination(line["model"], line["way"]).setup
+        return self.combination(line["model"], line["way"], line["length"]).setup
 
 
 LOSSES: Mapping[str, Mapping[str, Any]] = {

@@ -189,11 +189,13 @@ def _of_trl(backend: str, degree: str, devices: int, flags: Sequence[str], heads
     return replace(ours, backend=f"TRL {backend}", stack=TRL, degrees=degrees)
 
 
-def resolved_for(backend: str, devices: int, flags: Sequence[str], environment: Mapping[str, str]) -> Combination:
+def resolved_for(
+    backend: str, devices: int, flags: Sequence[str], environment: Mapping[str, str], length: int = NOMINAL_LENGTH
+) -> Combination:
     env = {**os.environ, **environment, "RANK": "0", "WORLD_SIZE": str(devices), "LOCAL_WORLD_SIZE": str(devices)}
     run, refused = None, ""
     try:
-        run = resolve(parse_flags([*flags, "--max_length", str(NOMINAL_LENGTH)]), read_profile(env), env)
+        run = resolve(parse_flags([*flags, "--max_length", str(length)]), read_profile(env), env)
         if run.backend.name not in (backend, "local"):  # hybrid whose heads or devices leave a ring
             ranks = f"{run.dims.ring} ring × {run.dims.ulysses} Ulysses ranks"
             refused = f"on {devices} devices it is {ranks}, which is {run.backend.name}"

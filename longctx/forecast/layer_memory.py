@@ -70,9 +70,7 @@ def layer_bytes(setup: MemorySetup) -> Layer:
     h, q, kv, width = model.hidden_size, model.query_size, model.key_value_size, model.intermediate_size
     saved_heads, made, exchange = _attention(setup)
     norms_lean = setup.fused_layers or setup.tiled_mlp_num_shards is not None  # norms are tiled, too
-    if setup.fused_layers:
-        norms, qk_norms = (b * h, (stream + b) * h), b * (q + kv)
-    elif norms_lean:
+    if norms_lean:
         casts = (1, 1) if stream == b else (3, 2)  # autocast makes one each for q, k and v, and for gate and up
         norms, qk_norms = (casts[0] * b * h, (stream + casts[1] * b) * h), b * (q + kv)
     else:

@@ -145,7 +145,7 @@ def test_the_page_puts_predicted_beside_measured(catalogue, tmp_path):
 
 def forecast(catalogue, path, device="H100"):
     """(the speeds of a step, its seconds), with the table of speeds at this path."""
-    setup = replace(catalogue.combination("tiny", "balanced").setup, engine="fsdp2", world_size=8)
+    setup = replace(catalogue.combination("tiny", "balanced", 64).setup, engine="fsdp2", world_size=8)
     speeds = Speeds.of(device, "flash-attn 2", SpeedTable.read(path))
     return speeds, step_time(setup, 1 << 15, speeds).seconds
 
