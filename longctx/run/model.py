@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from trl.models import get_act_offloading_ctx_manager
 
 from longctx.attention.backends import BACKENDS
-from longctx.attention.kernels import Kernel
+from longctx.attention.kernels import Kernel, prefer
 from longctx.collate import SequenceCollator
 from longctx.forecast.memory_options import NVME
 from longctx.layers.compiled import install_compiled
@@ -42,7 +42,7 @@ LAYER_KEYWORDS = ("selective", "whole_layers", "offload")
 
 
 def load(prepared: PreparedRun) -> PreTrainedModel:
-    """Read the weights, on all ranks together.
+    """Choose among the attention kernels that were asked for, and read the weights, on all ranks together.
 
     Raises:
         ValueError: if they cannot be read.
@@ -50,6 +50,7 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
     settings = prepared.run.settings
     name = settings["model_name_or_path"]
     run = prepared.run
+    prefer(settings["attn_implementation"])
     # Parameters on NVMe are written there while the model is loaded, in the dtype that is trained.
     on_nvme = run.memory_options.offload_param_device == NVME
     with nullcontext() if on_nvme else loaded_in_fp32(), _loading_quantized(run):

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from longctx.attention.choice import BackendChoice, assumed_documents, choose_backend, chunking_backend
 from longctx.attention.cost import Setup
+from longctx.attention.kernels import flash_attn
+from longctx.attention.kernels.choose import FLASH_ATTENTION
 from longctx.forecast.memory_presets import prefers_ulysses
 from longctx.sequence.mesh import ParallelDims
 from longctx.settings.launcher import Launcher, profile_name
@@ -104,6 +106,17 @@ def precision_notes(values: Settings, engine: str, *, use_cpu: bool) -> list[str
     if not use_cpu and not values["bf16"]:
         notes.append("fp32 on a GPU: attention is slower than in bf16, for which flash kernels are made")
     return notes
+
+
+def kernel_notes(name: str | None, *, use_cpu: bool) -> list[str]:
+    """Return notes on the kernel that takes the place of the one of `--attn_implementation`."""
+    if name not in FLASH_ATTENTION:
+        return []
+    if use_cpu:
+        return [f"--attn_implementation {name} is made for GPUs: torch's kernel for the CPU computes the same"]
+    if name == "flash_attention_2" and not flash_attn.is_installed(FLASH_ATTENTION[name]):
+        return [f"--attn_implementation {name}: flash-attn is not installed, so torch's own build is used"]
+    return []
 
 
 def clipping(value: float | None, engine: str) -> float:

@@ -74,7 +74,7 @@ _ROWS = (
              reason="float16 gradients underflow without a scaled loss, which is not supported",
              aliases=("torch_dtype",)),
         Flag("attn_implementation", TEXT, None,
-             "Attention kernel of transformers; the run chooses and prints its own."),
+             "Attention kernel: eager, sdpa, flash_attention_2 (3, 4). Without it, the fastest exact one."),
         Flag("model_init_kwargs", JSON, None, "JSON object of values that replace those of the model's config.json."),
         Flag("rope_scaling", JSON_OR_TEXT, None,
              "Extend the context: yarn:4, linear:2, llama3:8. RoPE parameters as JSON are accepted, too.", own=True,

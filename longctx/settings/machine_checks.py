@@ -12,7 +12,9 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from longctx.attention.kernels import flash_attn
 from longctx.attention.kernels.blockwise import DENSE_TOKENS, ShortDenseKernel, dense_refusal
+from longctx.attention.kernels.choose import FLASH_ATTENTION
 from longctx.forecast.closed_form import max_length, predict
 from longctx.forecast.hardware import available_host_memory
 from longctx.forecast.memory_options import NVME, MemoryOptions
@@ -27,7 +29,7 @@ LONGEST_SOCKET = 107
 
 
 def check_machine(run: Run, env: Mapping[str, str]) -> None:
-    """Check that this machine has room for a row and for offloaded data."""
+    """Check that this machine has the kernel that was asked for, and room for a row and for offloaded data."""
     check_row_length(
         run.settings["max_length"],
         run.settings["per_device_train_batch_size"],
@@ -35,6 +37,8 @@ def check_machine(run: Run, env: Mapping[str, str]) -> None:
         ring=run.dims.ring,
     )
     check_worker_sockets(run.settings["dataloader_num_workers"], tempfile.gettempdir())
+    if not run.use_cpu:
+        check_kernel_package(run.settings["attn_implementation"])
     if not run.memory_options.offloads:
         return
     local = int(env.get("LOCAL_WORLD_SIZE", 0)) or (run.setup.devices_per_node if run.launched else run.dims.world_size)
@@ -58,6 +62,21 @@ def check_worker_sockets(num_workers: int, folder: str) -> None:
             f"--dataloader_num_workers {num_workers} needs sockets in {folder}, whose path has more than {longest} "
             "bytes. Set TMPDIR to a shorter one, or use --dataloader_num_workers 0."
         )
+
+
+def check_kernel_package(name: str | None) -> None:
+    """Check that the package of the attention kernel that was asked for is installed; torch has a FlashAttention-2.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    if name not in FLASH_ATTENTION or name == "flash_attention_2" or flash_attn.is_installed(FLASH_ATTENTION[name]):
+        return
+    package = FLASH_ATTENTION[name].distribution
+    raise ValueError(
+        f"--attn_implementation {name} needs {package}, which is not installed. Run pip install {package}, or leave "
+        "the flag out for the fastest kernel that is exact here."
+    )
 
 
 def check_kernels(found: Sequence[tuple[str, str]], tokens: int) -> None:

@@ -24,7 +24,7 @@ from longctx.model.adapter import check_adapted_experts, check_adapter, check_qu
 from longctx.model.tiny import TINY
 from longctx.ranks import is_first_rank
 from longctx.settings.auto import choose_layout, one_group, with_forecast
-from longctx.settings.engine import choose, choose_engine, clipping, precision_notes
+from longctx.settings.engine import choose, choose_engine, clipping, kernel_notes, precision_notes
 from longctx.settings.launcher import Launcher
 from longctx.settings.machine_checks import (
     LIGER_VERSIONS,
@@ -111,6 +111,7 @@ def _arranged(
     settings = _take_liger(settings, model_config, sp=dims.sp, use_cpu=use_cpu)
     if settings["torch_compile"]:
         check_compile(settings, engine.name, model_config)
+    settings = settings.note(*kernel_notes(settings["attn_implementation"], use_cpu=use_cpu))
     settings = settings.note(*precision_notes(settings, engine.name, use_cpu=use_cpu)).decided(
         max_grad_norm=clipping(settings["max_grad_norm"], engine.name),
         pad_to_multiple_of=pad_multiple(given_multiple(asked), dims),

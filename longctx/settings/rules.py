@@ -23,9 +23,8 @@ from longctx.untrusted.files import is_template_file
 
 TRL_EVAL_STEPS = 10
 """Steps between evaluations where no flag says: SFTConfig's logging_steps."""
-KERNEL_NAMES = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
-"""Accepted names, besides hub kernels. longctx chooses and prints its own kernel, which keeps packed documents apart
-as any of these would."""
+KERNEL_NAMES = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""Names of attention kernels, as transformers has them."""
 INTEGRATIONS = {
     **{"azure_ml": "azureml", "clearml": "clearml", "codecarbon": "codecarbon", "comet_ml": "comet_ml"},
     **{"dagshub": "dagshub", "dvclive": "dvclive", "flyte": "flytekit", "kubeflow": "", "mlflow": "mlflow"},
@@ -223,8 +222,13 @@ RULES = (
     ),
     Rule(
         "attn_implementation",
+        lambda s: "/" in (s["attn_implementation"] or ""),
+        f"is a kernel on the hub, and longctx fetches none. Use one of {', '.join(KERNEL_NAMES)}, or leave it out",
+    ),
+    Rule(
+        "attn_implementation",
         lambda s: (s["attn_implementation"] or "sdpa") not in KERNEL_NAMES and "/" not in s["attn_implementation"],
-        f"is unknown. Use one of {', '.join(KERNEL_NAMES)}",
+        f"is unknown. Use one of {', '.join(KERNEL_NAMES)}, or leave it out for the fastest kernel that is exact",
     ),
     Rule("report_to", lambda s: any(_reports(s)), lambda s: next(_reports(s))),
     *MIXTURE_RULES,

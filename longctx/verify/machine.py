@@ -19,7 +19,7 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 
 from longctx.attention.cost import measure_link
-from longctx.attention.kernels import DenseKernel, flash_attn
+from longctx.attention.kernels import DenseKernel, flash_attn, prefer
 from longctx.launch.accelerate import default_config_file
 from longctx.model.allow_list import head_size, kernel_of
 from longctx.ranks.agreement import gather_objects
@@ -134,6 +134,7 @@ def _kernels(run: Run, device: torch.device) -> Iterator[Finding]:
     """Return the attention kernel of the step that is compared, and the libraries that are installed."""
     is_half = run.settings["bf16"] or run.settings["dtype"] == "bfloat16"
     dtype = torch.bfloat16 if is_half else torch.float32
+    prefer(run.settings["attn_implementation"])
     kernel = kernel_of(run.model_config, device, dtype)
     ok = device.type == "cpu" or not isinstance(kernel, DenseKernel)
     remedy = "no fast kernel is exact here (see the log for why): pip install flash-attn"

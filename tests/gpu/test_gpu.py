@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Qwen3Config
 
 from longctx import parallelize
 from longctx.attention.kernels.check import BOUNDS, make_entries, make_inputs
-from longctx.attention.kernels.choose import candidates, choose_kernel
+from longctx.attention.kernels.choose import candidates, choose_kernel, prefer
 from longctx.forecast.closed_form import predict
 from longctx.layers.loss import _of_dtype
 from longctx.layers.loss_tile import BOUND_OF_OUTPUTS, kernel_agrees
@@ -24,6 +24,7 @@ from longctx.model.tiny import tiny_tokenizer
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
+from longctx.settings.rules import KERNEL_NAMES
 from tests import loss_kernel_cases
 from tests.model.test_models import FAMILIES, make_batch, make_model, tolerance
 from tests.reference import train_reference
@@ -118,6 +119,31 @@ def test_every_kernel_equals_fp64(kind, length, gpu):
         for name, actual, expected in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), exact, strict=True):
             error = (actual.double() - expected).norm() / expected.norm()
             assert float(error) <= BOUNDS[torch.bfloat16], (kernel.name, name)
+
+
+@pytest.mark.parametrize("kind", ["one document", "packed", "window", "a hop of a ring"])
+@pytest.mark.parametrize("name", KERNEL_NAMES)
+def test_every_kernel_that_can_be_asked_for_equals_fp64(name, kind, gpu):
+    """FlashAttention 3 and 4 may be absent, or wrong on this GPU: they are refused then."""
+    sizes, causal, window = documents_of(kind, LENGTHS[0])
+    entries = make_entries(sizes, causal, window)
+    q, k, v, grad = (x.to(gpu) for x in make_inputs(sizes, HEADS, HEAD_SIZE, torch.bfloat16))
+    scale = HEAD_SIZE**-0.5
+    prefer(name)
+    try:
+        kernel = choose_kernel(gpu, q.dtype, HEAD_SIZE, HEADS[0] // HEADS[1], window is not None)
+    except ValueError as refusal:
+        if name not in ("flash_attention_3", "flash_attention_4"):
+            raise
+        pytest.skip(str(refusal))
+    finally:
+        prefer(None)
+    exact = exact_attention(q, k, v, grad, sizes, causal, window, scale)
+    out, lse = kernel.forward(q, k, v, entries, scale)
+    gradients = kernel.backward(grad, q, k, v, out, lse, entries, scale)
+    for tensor, actual, expected in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), exact, strict=True):
+        error = (actual.double() - expected).norm() / expected.norm()
+        assert float(error) <= BOUNDS[torch.bfloat16], (kernel.name, tensor)
 
 
 def test_the_kernel_of_the_loss_equals_fp64(gpu):

@@ -33,6 +33,7 @@ BREAKING = [
     ("profile max_steps", f"{TRAIN} --profile True --max_steps 2"),
     ("logging_steps logging_strategy", f"{TRAIN} --logging_steps 0"),
     ("chat_template_path", f"{TRAIN} --chat_template_path no_such.jinja"),
+    ("attn_implementation", f"{TRAIN} --attn_implementation kernels-community/flash-attn3"),
     ("attn_implementation", f"{TRAIN} --attn_implementation flash"),
     ("report_to", f"{TRAIN} --report_to paper"),
     ("dataset_name datasets", f"{MIXED} --dataset_name stdlib"),

@@ -6,7 +6,7 @@ each sees the keys up to its own.
 """
 
 from longctx.attention.kernels.blockwise import CappedDenseKernel, CpuFlashKernel, DenseKernel
-from longctx.attention.kernels.choose import block_backward, block_forward, block_operator, choose_kernel
+from longctx.attention.kernels.choose import block_backward, block_forward, block_operator, choose_kernel, prefer
 from longctx.attention.kernels.entries import Entries, Kernel, Operator, Rows, add, merge, put, take, upload
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "block_operator",
     "choose_kernel",
     "merge",
+    "prefer",
     "put",
     "take",
     "upload",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention.kernels import flash_attn
-from longctx.attention.kernels.blockwise import CappedDenseKernel, CpuFlashKernel, ShortDenseKernel
+from longctx.attention.kernels.blockwise import CappedDenseKernel, CpuFlashKernel, DenseKernel, ShortDenseKernel
 from longctx.attention.kernels.check import BOUNDS, disagreement, disagreement_elsewhere
 from longctx.attention.kernels.cudnn import CudnnKernel
 from longctx.attention.kernels.efficient import MemoryEfficientKernel
@@ -30,13 +30,42 @@ MAX_PLANS = 64
 
 REMEMBERED_SHAPES = 1024
 
+FLASH_ATTENTION: dict[str, type[flash_attn.FlashAttentionKernel]] = {
+    "flash_attention_2": flash_attn.FlashAttention2,
+    "flash_attention_3": flash_attn.FlashAttention3,
+    "flash_attention_4": flash_attn.FlashAttention4,
+}
+"""The packages' kernels, by transformers' names for them."""
+
 Shape: TypeAlias = tuple[int, int, bool]
 """Queries, keys, causal."""
 
+_preferred: str | None = None
+"""The name that `prefer` was given last."""
 
-def candidates() -> Iterator[Kernel]:
-    """Yield all kernels for CUDA, the fastest first."""
-    installed = list(flash_attn.installed())
+
+def prefer(name: str | None) -> None:
+    """Choose, from now on in this process, among the kernels that a name of `attn_implementation` stands for.
+
+    Args:
+        name: eager for the dense kernel, sdpa for torch's own, one of FLASH_ATTENTION for this package's (torch has a
+            FlashAttention-2, too); None for all.
+    """
+    global _preferred
+    _preferred = name
+
+
+def candidates(name: str | None = None) -> Iterator[Kernel]:
+    """Yield the kernels for CUDA that a name given to `prefer` stands for, the fastest first."""
+    if name == "eager":
+        yield CappedDenseKernel()
+        return
+    installed = [] if name == "sdpa" else list(flash_attn.installed())
+    if name in FLASH_ATTENTION:
+        yield from (kernel for kernel in installed if isinstance(kernel, FLASH_ATTENTION[name]))
+        if name == "flash_attention_2":
+            yield AtenFlashKernel()
+        return
     yield from (kernel for kernel in installed if not isinstance(kernel, flash_attn.FlashAttention2))
     yield CudnnKernel()
     yield from (kernel for kernel in installed if isinstance(kernel, flash_attn.FlashAttention2))
@@ -44,7 +73,6 @@ def candidates() -> Iterator[Kernel]:
     yield MemoryEfficientKernel()
 
 
-@functools.cache
 def choose_kernel(
     device: torch.device,
     dtype: torch.dtype,
@@ -53,7 +81,7 @@ def choose_kernel(
     windowed: bool = False,
     capped: bool = False,
 ) -> Kernel:
-    """Return the fastest kernel that is exact on such tensors.
+    """Return the fastest kernel that is exact on such tensors, of those that `prefer` has named.
 
     On CUDA each kernel is compared with the dense one, once a process.
 
@@ -63,13 +91,38 @@ def choose_kernel(
         capped: whether it has to compute soft-capped scores.
 
     Raises:
-        ValueError: for a dtype that no kernel computes in.
+        ValueError: for a dtype that no kernel computes in, or if the named FlashAttention is not exact on CUDA.
     """
+    return _choose(_preferred, device, dtype, head_dim, queries_per_key, windowed, capped)
+
+
+@functools.cache
+def _choose(
+    name: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    queries_per_key: int,
+    windowed: bool,
+    capped: bool,
+) -> Kernel:
     if dtype not in BOUNDS:
         raise ValueError(f"No attention kernel computes in {dtype}. Use one of {', '.join(map(str, BOUNDS))}.")
     if device.type == "cpu":
-        return CappedDenseKernel() if capped else CpuFlashKernel()
-    return first_exact(candidates(), device, dtype, head_dim, queries_per_key, windowed, capped)
+        return CappedDenseKernel() if capped or name == "eager" else CpuFlashKernel()
+    kernel = first_exact(candidates(name), device, dtype, head_dim, queries_per_key, windowed, capped)
+    if name in FLASH_ATTENTION and isinstance(kernel, DenseKernel):
+        kinds = "".join([", sliding windows"] * windowed + [", soft-capped scores"] * capped)
+        reasons = [
+            f"{kernel.name}: {_disagreement(kernel, device, dtype, head_dim, queries_per_key, windowed, capped)}"
+            for kernel in candidates(name)
+            if kernel.fits(device, dtype, head_dim) and (kernel.caps_scores or not capped)
+        ]
+        raise ValueError(
+            f"--attn_implementation {name} is not exact for {dtype}, heads of {head_dim}{kinds}, on {device} "
+            f"({'; '.join(reasons) or 'not made for them'}). Leave it out for the fastest kernel that is exact."
+        )
+    return kernel
 
 
 def first_exact(

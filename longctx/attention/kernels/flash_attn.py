@@ -155,6 +155,11 @@ class FlashAttention4(FlashAttentionKernel):
         return arguments
 
 
+def is_installed(kernel: type[FlashAttentionKernel]) -> bool:
+    """Whether the kernel's package is installed, which is not imported."""
+    return any(isinstance(found, kernel) for found in installed())
+
+
 def installed() -> Iterator[FlashAttentionKernel]:
     """Yield the installed versions, the fastest first, without importing them."""
     for kernel in (FlashAttention3, FlashAttention4, FlashAttention2):
