@@ -31,6 +31,7 @@ from longctx.model.load import check_eos_token, load_tokenizer, take_chat_templa
 from longctx.ranks.agreement import broadcast_object, check_agreement, on_all_ranks, storage_of_ranks
 from longctx.run.processes import agree, degrees, start_processes
 from longctx.sequence.mesh import select_device
+from longctx.settings.machine_checks import check_kernel_package
 from longctx.settings.run import Run
 from longctx.training.checkpoint import (
     MANIFEST,
@@ -90,6 +91,8 @@ def prepare(run: Run) -> PreparedRun:
     if args.max_steps > 0:
         on_all_ranks(lambda: check_learning_rates(args, args.max_steps))
     on_all_ranks(lambda: check_hub(args))
+    if not run.use_cpu:
+        on_all_ranks(lambda: check_kernel_package(settings["attn_implementation"]))
     use_one_device(args)
     run = _with_exact_liger(run, args)
     if run.engine == "deepspeed":

@@ -29,7 +29,7 @@ LONGEST_SOCKET = 107
 
 
 def check_machine(run: Run, env: Mapping[str, str]) -> None:
-    """Check that this machine has the kernel that was asked for, and room for a row and for offloaded data."""
+    """Check that this machine has room for a row and for offloaded data."""
     check_row_length(
         run.settings["max_length"],
         run.settings["per_device_train_batch_size"],
@@ -37,8 +37,6 @@ def check_machine(run: Run, env: Mapping[str, str]) -> None:
         ring=run.dims.ring,
     )
     check_worker_sockets(run.settings["dataloader_num_workers"], tempfile.gettempdir())
-    if not run.use_cpu:
-        check_kernel_package(run.settings["attn_implementation"])
     if not run.memory_options.offloads:
         return
     local = int(env.get("LOCAL_WORLD_SIZE", 0)) or (run.setup.devices_per_node if run.launched else run.dims.world_size)
