@@ -253,8 +253,8 @@ def trace_parts(config: PretrainedConfig, setup: MemorySetup, tokens: int) -> di
 
 
 def traceable(setup: MemorySetup) -> MemorySetup:
-    """Return a setup that can be traced: on FSDP2 in place of DeepSpeed, and without 4-bit weights."""
-    setup = replace(setup, quantized_weight_bytes=None)
+    """Return a setup that can be traced: on FSDP2 in place of DeepSpeed, without 4-bit weights or Liger's kernels."""
+    setup = replace(setup, quantized_weight_bytes=None, fused_layers=False)
     if not setup.engine.startswith("zero"):
         return setup
     return replace(setup, engine="fsdp2", offload_optimizer="none", offload_param="none", bucket_size=None)

@@ -23,6 +23,7 @@ from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.option_search import Room, fastest_memory_options
 from longctx.forecast.step_time import Speeds, StepTime, attention_setup, step_time
+from longctx.layers.liger import liger_parts
 from longctx.model.allow_list import num_heads
 from longctx.model.recurrent import recurrent_sizes
 from longctx.sequence.mesh import ParallelDims
@@ -164,7 +165,10 @@ def candidates(
         ValueError: if training refuses 4-bit weights with a preset.
     """
     model = ModelSizes.of_config(config)
-    flags = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "bf16": True, "dtype": "float32"}
+    flags: dict[str, Any] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    flags |= {"bf16": True, "dtype": "float32"}
+    with suppress(ValueError):  # models whose layers Liger does not compute
+        flags |= {"use_liger_kernel": True, "liger_kernel_config": dict.fromkeys(liger_parts(config), True)}
     found = []
     for backend, dims in _arrangements(config, machine.gpus, min(machine.gpus, machine.gpus_per_node)):
         for preset in presets:
