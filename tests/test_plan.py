@@ -79,9 +79,9 @@ def test_what_fills_the_memory_is_recommended_last(found) -> None:
 
 
 def test_of_equal_speeds_the_simplest_is_recommended(found) -> None:
-    """At 131,072 tokens rings, gathers and hybrids of four devices differ by less than 1%."""
+    """At 262,144 tokens rings, gathers and hybrids of four devices differ by less than 1%."""
     presets = [candidate for candidate in found if candidate.memory != "auto"]
-    best = recommend([outlook(candidate, MACHINE, 131_072) for candidate in presets])
+    best = recommend([outlook(candidate, MACHINE, 262_144) for candidate in presets])
     assert (best.candidate.backend, best.candidate.dims.sp, best.candidate.memory) == ("ring", 4, "balanced")
 
 
@@ -334,7 +334,7 @@ def test_4_bit_weights_are_planned_as_training_checks_them(more, wide_layers, mo
         flags = ["--model_name_or_path", wide_layers, "--dataset_name", "stdlib", "--max_length", "4096", *quantised]
         flags += ["--num_processes", "2", "--per_device_train_batch_size", "1", "--bf16", "True", "--use_cpu"]
         run = resolve(parse_flags([*flags, *candidate.flags()]), read_profile({}), {})
-        assert replace(run.memory_setup(ranks_per_node=2), is_cpu=False) == candidate.setup
+        assert replace(run.memory_setup(ranks_per_node=2), is_cpu=False, fused_layers=True) == candidate.setup
 
 
 @pytest.mark.parametrize(

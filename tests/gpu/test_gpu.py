@@ -367,8 +367,8 @@ def test_the_peak_of_memory_is_the_one_predicted(memory_option, tmp_path):
         str(tmp_path / "out"),
         *PREDICTED[memory_option],
     ]
+    setup = resolve(parse_flags(flags), read_profile(), os.environ).memory_setup(1)  # before the folder has a run
+    predicted = predict(setup, PEAK_LENGTH).allocated_bytes
     torch.cuda.reset_peak_memory_stats()
     log_of(flags)
-    setup = resolve(parse_flags(flags), read_profile(), os.environ).memory_setup(1)
-    predicted = predict(setup, PEAK_LENGTH).allocated_bytes
     assert predicted == pytest.approx(torch.cuda.max_memory_allocated(), rel=OF_A_PEAK)

@@ -61,7 +61,7 @@ def by_hand(resolved, *flags: str, **machine):
 
 def test_auto_finds_memory_options_that_go_with_compiled_layers(resolved):
     flags = ("--max_length", str(1 << 20), "--sp", "8", "--memory", "auto", "--engine", "fsdp2")
-    tiled, compiled = resolved(*flags), resolved(*flags, "--torch_compile", "True")
+    tiled, compiled = resolved(*flags, "--use_liger_kernel", "False"), resolved(*flags, "--torch_compile", "True")
     assert tiled.memory_options.tiled_mlp_num_shards is not None
     assert (compiled.memory_options.sequence_chunk_size, compiled.memory_options.tiled_mlp_num_shards) == (None, None)
     assert compiled.forecast.fits
