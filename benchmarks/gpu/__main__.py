@@ -1,17 +1,19 @@
 """The first hour on one GPU: what it does in a second, beside what longctx predicts, in slices that go on.
 
-    python -m benchmarks.gpu                     # for 8.5 minutes; the same command goes on from there
+    python -m benchmarks.gpu --minutes 25        # the same command goes on from there
     until python -m benchmarks.gpu; do :; done   # all of it, about an hour
     python -m benchmarks.gpu --only kernels ring
     python -m benchmarks.gpu --quick             # tiny sizes, minutes: does everything work here?
     python -m benchmarks.gpu --refit             # and have the forecast use what was measured from now on
     python -m benchmarks.gpu --refit --output FOLDER    # the same on any machine, from results that are there
 
-- *device*, *speeds*: what the GPU is, and the speeds that `longctx plan --measure` finds.
+- *device*, *checks*: what the GPU is, and a quick part of `pytest -m gpu`.
+- *speeds*: those that `longctx plan --measure` finds.
 - *kernels*: every attention kernel that is installed, on one document, packed documents and a window.
 - *loss*: the loss's kernel in other blocks, with a soft cap and without top-1 tokens, beside torch's operators.
 - *ring*: the ranks of a ring one after the other, without communication, against one call for the whole pack.
-- *steps*: seconds and peak memory of real training steps, beside TRL's on the same rows.
+- *steps*: seconds and peak memory of real training steps, beside TRL's on the same rows, with Liger's kernels and
+  without.
 - *memory options*: what each memory option costs and saves, and how much of its copies hides behind kernels.
 - *longest*: the longest sequence within a part of the device's memory, beside TRL's.
 
@@ -114,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", metavar="SLICE", help="Slices to measure. Default: all.")
-    parser.add_argument("--minutes", type=float, default=8.5, help="After which it stops. Default: 8.5.")
+    parser.add_argument("--minutes", type=float, default=25, help="After which it stops. Default: 25.")
     parser.add_argument("--quick", action="store_true", help="Tiny sizes, to see that all of it works.")
     parser.add_argument(
         "--refit",

@@ -79,10 +79,11 @@ def expect_step(
             loss.
     """
     padded = -(-length // multiple) * multiple
-    speeds = None if setup.is_cpu else Speeds.of_device(hardware.gpu_name)
+    lengths = documents_of(length, padded, packed=packed, given=documents)
+    speeds = None if setup.is_cpu else Speeds.of_device(hardware.gpu_name, lengths)
     seconds = speed = None
     if speeds is not None:
-        time = step_time(setup, padded, speeds, documents=documents_of(length, padded, packed=packed, given=documents))
+        time = step_time(setup, padded, speeds, documents=lengths)
         seconds = _optimizer_step(time, accumulation)
         if counts_experts and accumulation > 1:
             seconds += accumulation * _forward_seconds(time)

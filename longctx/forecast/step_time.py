@@ -26,6 +26,7 @@ from longctx.attention.cost import (
     both_passes,
     devices_of,
 )
+from longctx.attention.kernels.choose import LONG_DOCUMENT
 from longctx.attention.modelled import modelled_seconds, planned_work
 from longctx.attention.speeds import SPEEDS, SpeedTable
 from longctx.forecast.coefficients import FP32, LOGIT_BYTES
@@ -34,6 +35,9 @@ from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.layers.chunked.tiles import tile_tokens
 from longctx.recurrent.cost import recurrent_time, written_seconds
+
+FLASH_2, CUDNN = "flash-attn 2", "cuDNN"
+"""Kernels of the table that torch has, too."""
 
 KERNELS: Mapping[str, Mapping[str, tuple[float, float]]] = SPEEDS.kernels()
 """Parts of the peak on long documents with heads of 128: kernel -> device -> (forward, backward)."""
@@ -90,16 +94,22 @@ class Speeds:
         )
 
     @classmethod
-    def of_device(cls, name: str, table: SpeedTable = SPEEDS) -> Speeds | None:
-        """Return the speeds of a GPU, with the first kernel that the table has for it; None for an unknown GPU.
+    def of_device(cls, name: str, documents: Sequence[int], table: SpeedTable = SPEEDS) -> Speeds | None:
+        """Return the speeds of a GPU and of the kernel that attends to such documents; None for an unknown GPU.
+
+        That is the first kernel that the table has for the GPU. Where it is torch's own, FlashAttention-2, a long
+        document that is alone goes to cuDNN.
 
         Args:
             name: the name that torch gives the GPU, such as NVIDIA H100 80GB HBM3.
+            documents: lengths of a sequence's documents.
         """
         device = next((known for known in table.values("peak_flops") if known in name), None)
         if device is None:
             return None
-        return cls.of(device, next(kernel for kernel, devices in table.kernels().items() if device in devices), table)
+        kernel, *others = (kernel for kernel, devices in table.kernels().items() if device in devices)
+        is_alone = len(documents) == 1 and documents[0] >= LONG_DOCUMENT
+        return cls.of(device, CUDNN if is_alone and kernel == FLASH_2 and CUDNN in others else kernel, table)
 
 
 @dataclass(frozen=True)

@@ -161,16 +161,17 @@ class Run:
 
         They include those that the user set. None if the speeds of the device are unknown, or nothing fits.
         """
-        speeds = None if self.use_cpu else Speeds.of_device(self.hardware.gpu_name)
-        if speeds is None:
-            return None
         length = -(-self.settings["max_length"] // self.settings["pad_to_multiple_of"])
         length *= self.settings["pad_to_multiple_of"]
+        documents = documents_of(self.settings["max_length"], length, packed=self.settings["packing"])
+        speeds = None if self.use_cpu else Speeds.of_device(self.hardware.gpu_name, documents)
+        if speeds is None:
+            return None
         found = fastest_memory_options(
             self.setup_with,
             self.asked_memory_options,
             length=length,
-            documents=documents_of(self.settings["max_length"], length, packed=self.settings["packing"]),
+            documents=documents,
             speeds=speeds,
             room=Room(device_bytes=self.hardware.gpu_bytes, host_bytes=self.hardware.host_bytes),
         )

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.published import HELD_BACK, PUBLISHED
 from benchmarks.step_time import SPEEDS, chunked, comparison, modelled, timed
+from longctx.attention.kernels.choose import LONG_DOCUMENT
 from longctx.forecast.step_time import Speeds, step_time
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +56,15 @@ def test_what_costs_time_does() -> None:
     assert found["ring"] > found["base"]
     documents = step_time(base, 1_000_000, SPEEDS, documents=[10_000] * 100)
     assert documents.seconds < found["base"] / 5
+
+
+def test_a_long_document_that_is_alone_has_the_speed_of_cudnn() -> None:
+    h200 = "NVIDIA H200"
+    assert Speeds.of_device(h200, [LONG_DOCUMENT]) == Speeds.of("H200", "cuDNN")
+    for documents in ([LONG_DOCUMENT - 1], [LONG_DOCUMENT, LONG_DOCUMENT]):
+        assert Speeds.of_device(h200, documents) == Speeds.of("H200", "flash-attn 2")
+    assert Speeds.of_device("NVIDIA A100-SXM4-80GB", [1 << 20]) == Speeds.of("A100", "flash-attn 2")  # which has none
+    assert Speeds.of_device("NVIDIA GeForce RTX 2080", [1 << 20]) is None
 
 
 @pytest.mark.parametrize(

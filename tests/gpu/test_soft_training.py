@@ -418,7 +418,7 @@ def test_what_needs_a_gpu_passes_on_a_soft_one(soft_gpus):
     env = soft_environment() | {"SOFTCUDA_WATCH": "0"}  # tests wait in their own steps; their ranks are watched anyway
     ended = subprocess.run(command, env=env, timeout=900, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout
-    assert " passed, 2 skipped" in ended.stdout
+    assert " passed, 10 skipped" in ended.stdout  # two, and flash-attn 3 and 4 on four kinds of documents
 
 
 def test_the_page_of_parity_is_within_the_bounds():
