@@ -161,7 +161,8 @@ def _moments(setup: MemorySetup, length: int) -> dict[str, dict[str, Any]]:
     }
     # In a layer's backward pass, what the layer keeps is no longer counted as kept.
     last_is_whole = np.minimum(setup.whole_layers, 1) if setup.gradient_checkpointing else 1
-    others = {"checkpoints": kept - _whole(setup, layer) * last_is_whole * tokens + fetched}
+    of_last = (_whole(setup, layer) - _input(setup)) * last_is_whole * tokens
+    others = {"checkpoints": kept - of_last + fetched}
     if setup.sequence_chunk_size is None:
         moments = _layer_moments(setup, layer, tokens)
     else:
@@ -240,7 +241,12 @@ def _checkpoints(setup: MemorySetup, layer: Layer) -> float:
 
 def _whole(setup: MemorySetup, layer: Layer) -> float:
     """Return the bytes per token that a layer keeps without checkpointing; tiles of an MLP keep only their input."""
-    return layer.saved - layer.mlp * (setup.tiled_mlp_num_shards is not None)
+    return _input(setup) + layer.saved - layer.mlp * (setup.tiled_mlp_num_shards is not None)
+
+
+def _input(setup: MemorySetup) -> float:
+    """Return the bytes per token of a layer's input that its first norm keeps; of bf16, a stock norm keeps a copy."""
+    return setup.stream_size * setup.model.hidden_size * (setup.fused_layers or setup.stream_size == FP32)
 
 
 def _kept(setup: MemorySetup, layers: int, selective: int) -> float:
