@@ -190,10 +190,10 @@ def _steps(catalogue: Any, measured: Speeds | None, lines: Sequence[Line]) -> It
     yield "## Steps"
     yield ""
     yield (
-        "One document a step, bf16 with fp32 weights and states, batch size 1. `balanced` is the default, in which "
-        "norms, activations and rotary embeddings are Liger's from 8 million hidden states on; TRL has checkpoints, "
-        "too. Predicted seconds are by the speeds measured above, predicted memory by the closed form; both of "
-        "longctx's own steps alone."
+        "One document a step, bf16 with fp32 weights and states, batch size 1. `auto` is the default on one GPU; "
+        "`balanced` has checkpoints, as TRL has. In both, norms, activations and rotary embeddings are Liger's from 8 "
+        "million hidden states on. Predicted seconds are by the speeds measured above, predicted memory by the closed "
+        "form; both of longctx's own steps alone."
     )
     yield ""
     rows = []

@@ -54,10 +54,10 @@ def choose_layout(values: Settings, world_size: int, resolve: Resolve) -> Run:
     Raises:
         ValueError: if no arrangement can run; the message is that of the first one.
     """
-    asked = " and ".join(f"--{name} auto" for name in AUTO_FLAGS if values[name] == AUTO)
+    asked = " and ".join(f"--{name} auto" for name in AUTO_FLAGS if values[name] == AUTO and values.is_set(name))
     ranked, obstacles = _ranked(values, world_size, resolve)
     if not ranked:
-        raise ValueError(f"{asked}: no arrangement can run. {obstacles[0]}")
+        raise ValueError(f"{asked}: no arrangement can run. {obstacles[0]}") if asked else obstacles[0]
     best = ranked[0]
     others = [option for option in ranked[1:] if option.forecast.used <= 1 - FREE_PART]
     return replace(best.run, layout_reason=_reason(asked, best, others[0] if others else None))
@@ -184,7 +184,7 @@ def _reason(asked: str, best: Option, second: Option | None) -> str:
         why = f"predicted to be the fastest that leaves {FREE_PART:.0%} of memory free"
     else:
         why = "predicted to need the least memory" if not best.forecast.fits else "the fastest that is predicted to fit"
-    text = f"{best.flags} ({asked}: {why}"
+    text = f"{best.flags} ({asked or 'by default'}: {why}"
     if second is not None:
         text += f"; next best: {second.flags}, {second.forecast.describe().removesuffix(' (predicted)')}"
     return f"{text})"

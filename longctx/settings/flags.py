@@ -283,9 +283,9 @@ _ROWS = (
     ),
     *_in(
         "Memory and precision",
-        Flag("memory", TEXT, "balanced",
-             "balanced, longest, fastest or auto. A preset of memory options; auto takes the fastest that fit.",
-             own=True, common=True, values=("balanced", "longest", "fastest", "auto")),
+        Flag("memory", TEXT, None,
+             "A preset of memory options: balanced, longest, fastest, or auto, the fastest that fit.", common=True,
+             values=("balanced", "longest", "fastest", "auto"), default_is="auto on one GPU, else balanced", own=True),
         Flag("gradient_checkpointing", BOOL, True,
              "Recompute activations, to save memory. A step takes about one more forward pass.", common=True,
              aliases=("activation_checkpointing",)),

@@ -17,6 +17,7 @@ from longctx.data.kinds import PAIRS
 from longctx.forecast.hardware import Hardware
 from longctx.forecast.memory_options import ALL, AUTO
 from longctx.forecast.memory_presets import asked_memory_options
+from longctx.forecast.step_time import Speeds
 from longctx.launch.spawn import device_count
 from longctx.layers.compiled import check_compile
 from longctx.layers.liger import check_liger_machine, liger_parts
@@ -68,6 +69,8 @@ def _resolved(settings: Settings, launcher: Launcher, env: Mapping[str, str], ha
     check_layer_classes(launcher.layer_classes, model_config)
     arranged = partial(_arranged, model_config=model_config, launcher=launcher, env=env, hardware=hardware)
     world_size = count_all_processes(settings, launcher, hardware.gpus)
+    if settings["memory"] is None:
+        settings = settings.decided(memory=_memory_by_default(settings, world_size, hardware))
     if settings["sp"] == ALL:
         settings = one_group(settings, world_size, arranged)
     if AUTO in (settings["sp"], settings["memory"]):
@@ -75,6 +78,12 @@ def _resolved(settings: Settings, launcher: Launcher, env: Mapping[str, str], ha
     else:
         run = arranged(settings)
     return with_forecast(run, settings, arranged)
+
+
+def _memory_by_default(settings: Settings, world_size: int, hardware: Hardware) -> str:
+    """Return auto on one GPU whose speeds are known, unless a flag chooses memory options itself; else balanced."""
+    is_known = not settings["use_cpu"] and Speeds.of_device(hardware.gpu_name, []) is not None
+    return AUTO if is_known and world_size == 1 and not asked_memory_options(settings) else "balanced"
 
 
 def _arranged(

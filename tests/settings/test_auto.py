@@ -228,3 +228,19 @@ def test_advice_after_running_out_of_memory_has_the_fastest_memory_options_that_
     assert max_length(setup, gpu, host) < 262144 <= max_length(offered[flags], gpu, host)
     again = resolved("--max_length", "262144", "--sp", "4", *shlex.split(flags.partition("which is ")[2]))
     assert again.forecast.used <= 0.9
+
+
+def test_memory_is_auto_by_default_on_one_gpu_of_known_speed(resolved):
+    def alone(*flags, **machine):
+        return resolved("--num_processes", "1", "--max_length", "4096", *flags, **{"gpus": 1, "gpu_gib": 400} | machine)
+
+    run = alone()
+    assert run.memory_options == alone("--memory", "auto").memory_options
+    assert (run.settings["gradient_checkpointing"], run.memory_options.memory) == (False, "fastest")
+    assert "--sp 1 --memory fastest (by default: predicted to be the fastest" in run.layout_reason
+    for other in (("--gradient_checkpointing", "True"), ("--memory", "balanced"), ("--use_cpu",)):
+        assert alone(*other).settings["gradient_checkpointing"]
+    assert alone(name="Some Other GPU").settings["memory"] == "balanced"
+    assert resolved("--max_length", "4096").settings["memory"] == "balanced"  # on eight GPUs
+    with pytest.raises(ValueError, match=r"^--torch_compile True with"):  # no word about a choice that nobody asked for
+        alone("--torch_compile", "True", "--use_liger_kernel", "True")

@@ -120,7 +120,7 @@ def test_a_row_holds_together(method, flag):
     switch, *values = flag.needs or (None,)
     for value in values:
         assert check(METHODS[method].flags[switch], value) in (value, [value])
-        assert value != METHODS[method].flags[switch].unset
+        assert value != METHODS[method].flags[switch].unset or (switch, value) == ("use_liger_kernel", None)  # decided
     is_grouped = flag.group in ("With one value", "Without effect", "Refused")
     assert flag.help or is_grouped
     assert re.fullmatch(r"[^\n]{0,109}[.)]?", flag.help)
