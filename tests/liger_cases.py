@@ -273,14 +273,14 @@ def _refusal(call: Callable[[], None]) -> str:
 def train(cases: dict[str, list[str]]) -> tuple[dict[str, list[tuple[float, float]]], set[str]]:
     """`tests.training.test_training.run_cases`, and which kernels ran after they were checked."""
     triton_on_cpu.install()
-    from longctx.run import model
+    from longctx.run import preparation
     from tests.training.test_training import run_cases
 
-    check = model.check_liger
+    check = preparation.check_liger
 
     def checked(*arguments: Any) -> None:
         check(*arguments)
         triton_on_cpu.launched().clear()
 
-    with mock.patch.object(model, "check_liger", checked):
+    with mock.patch.object(preparation, "check_liger", checked):
         return run_cases(cases), set(triton_on_cpu.launched())
