@@ -3,23 +3,31 @@
 For each backend and number of devices, the sweep finds the longest sequence that completes two optimizer steps of the
 real trainer and the shortest that fails, and then measures the seconds of a step at fixed lengths. It writes
 results.jsonl, table.md, max_length.png and seconds_per_step.png to DIR, and updates them after every probe. To continue
-an interrupted sweep, run the same command again.
+an interrupted sweep, run the same command again. At the end, it prints a summary in Markdown, to paste into an issue.
+
+    longctx bench --gpus 8 --compare trl --minutes 60 --output DIR
+
+This command compares every backend on eight GPUs with TRL's own ring and Ulysses, and stops after an hour. What tells
+most comes first: a length that fits on each backend, the seconds at the lengths that all of them train, the longest
+sequences, and then the other seconds.
 
 Without GPUs, the ranks are processes on gloo, and --memory_budget_gib limits the bytes that their real steps allocate,
 counted tensor by tensor. With GPUs, it limits torch's allocator.
 
-The exit code is 0, 2 for settings that cannot be swept, or 130 after an interruption.
+The exit code is 0, 2 for settings that cannot be swept, 3 if the time was up first, or 130 after an interruption.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -28,9 +36,12 @@ from typing import Any
 import longctx
 
 from ..ranks import run_group, start_server
-from .results import SWEEP, Results
+from .results import SWEEP, Results, TimeIsUp
+from .tables import summary
 
-USAGE_ERROR, INTERRUPTED = 2, 130
+USAGE_ERROR, TIME_IS_UP, INTERRUPTED = 2, 3, 130
+TRL = "trl"
+"""Value of --compare."""
 GIB = 2**30
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl")
 SETTINGS = (
@@ -54,7 +65,8 @@ SETTINGS = (
 def main(arguments: list[str] | None = None) -> int:
     """Sweep; returns the exit code."""
     options = _parser().parse_args(arguments)
-    given = sys.argv[1:] if arguments is None else arguments
+    given, code = sys.argv[1:] if arguments is None else arguments, 0
+    options.until = time.monotonic() + 60 * options.minutes
     try:
         _check(options)
         options.output.mkdir(parents=True, exist_ok=True)
@@ -67,6 +79,9 @@ def main(arguments: list[str] | None = None) -> int:
         return USAGE_ERROR
     try:
         _sweep(options, results, shlex.join(["python", "-m", str(__package__), *given]))
+    except TimeIsUp as cut:
+        print(f"longctx: time is up; the same command goes on with {cut}", file=sys.stderr)
+        code = TIME_IS_UP
     except ValueError as error:
         print(f"longctx: error: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -76,8 +91,9 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         shutil.rmtree(options.output / ".probe", ignore_errors=True)
         results.close()
-    print(f"longctx: {options.output}/table.md, max_length.png, seconds_per_step.png, results.jsonl")
-    return 0
+    print(*summary(results.lines), sep="\n", end="\n\n")
+    print(f"longctx: {', '.join(str(path) for path in sorted(options.output.glob('*.*')))}")
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,11 +109,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", type=Path, required=True, help="Folder for the results. A sweep whose results are there continues."
     )
+    parser.add_argument("--backends", nargs="+", help="Values of --sp_backend. Default: all but gather.")
     parser.add_argument(
-        "--backends",
-        nargs="+",
-        help="Values of --sp_backend, or trl for TRL's own context parallelism on FSDP2 and Ulysses on DeepSpeed. "
-        "Default: all but gather.",
+        "--compare",
+        choices=(TRL,),
+        help="Measure TRL, too: its own context parallelism on FSDP2, and its own Ulysses on DeepSpeed.",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="Time for the sweep. Probes that are not expected to end in time are left out, and the same command "
+        "continues with them. Default: no limit.",
     )
     parser.add_argument("--model_name_or_path", help="Model to train. Default: Qwen/Qwen3-8B with GPUs, tiny without.")
     parser.add_argument(
@@ -140,11 +163,16 @@ def _check(options: argparse.Namespace) -> None:
     """
     from longctx.attention.backends import BACKENDS  # which imports torch: --help does without
 
-    known = [*BACKENDS.spread, "trl"]
+    known = list(BACKENDS.spread)
     options.gpus = sorted(set(options.gpus))
     options.backends = list(dict.fromkeys(options.backends or [name for name in known if name != "gather"]))
     if unknown := [name for name in options.backends if name not in known]:
-        raise ValueError(f"--backends {' '.join(unknown)} is not known. Use some of {', '.join(known)}.")
+        raise ValueError(
+            f"--backends {' '.join(unknown)} is not known. Use some of {', '.join(known)}; "
+            f"for TRL's own, --compare {TRL}."
+        )
+    if options.compare:
+        options.backends.append(options.compare)
     if options.gpus[0] < 1:
         raise ValueError(f"--gpus {options.gpus[0]} is below 1. Name numbers of devices.")
     for name, least in (("steps", 1), ("warmup", 0), ("max_length", 2)):
@@ -153,7 +181,7 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name} {value} is below {least}. Use at least that.")
     if options.lengths is not None and min(options.lengths) < 2:
         raise ValueError(f"--lengths {min(options.lengths)} is below 2: a token needs one to predict.")
-    for name in ("timeout", "memory_budget_gib"):
+    for name in ("timeout", "memory_budget_gib", "minutes"):
         value = getattr(options, name)
         if value is not None and not value > 0:
             raise ValueError(f"--{name} {value} is not above 0.")
@@ -165,6 +193,11 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--document_lengths {options.document_lengths} is not a file. Name a CSV of low,high,documents."
         )
+    if options.compare and options.document_lengths:
+        raise ValueError(
+            f"--compare {TRL} and --document_lengths: TRL spreads one document over devices, not several. "
+            "Leave one of them out."
+        )
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError('Pictures need matplotlib. Install it: pip install "matplotlib>=3.9".')
 
@@ -173,6 +206,7 @@ def _sweep(options: argparse.Namespace, results: Results, command: str) -> None:
     use_cpu = _prepare_environment(options.output)
     start_server(f"{__package__}.rank")  # it imports while we do
     from longctx.forecast.documents import drawn_from, one_document
+    from longctx.forecast.step_time import Speeds
     from longctx.launch.terminal import quieten
 
     from .combinations import Limits, combinations
@@ -204,6 +238,8 @@ def _sweep(options: argparse.Namespace, results: Results, command: str) -> None:
         steps=options.steps,
         warmup=options.warmup,
         timeout=options.timeout,
+        until=options.until,
+        speeds=None if use_cpu else Speeds.of_device(facts["device_kind"]),
         documents=one_document if options.document_lengths is None else drawn_from(options.document_lengths),
         commit=facts["commit"],
     )
@@ -234,7 +270,7 @@ def _fill_in(options: argparse.Namespace, use_cpu: bool) -> None:
     """Defaults that depend on whether there are GPUs."""
     defaults: dict[str, Any] = {
         "model_name_or_path": "tiny" if use_cpu else "Qwen/Qwen3-8B",
-        "lengths": [512, 1024, 2048, 4096, 8192] if use_cpu else [16384, 65536, 262144, 1048576],
+        "lengths": [256, 512, 1024, 2048, 4096, 8192] if use_cpu else [16384, 65536, 262144, 1048576],
         "memory_budget_gib": 0.02 if use_cpu else None,
         "steps": 5 if use_cpu else 10,
         "warmup": 1 if use_cpu else 3,
@@ -269,6 +305,7 @@ def _facts(options: argparse.Namespace, use_cpu: bool) -> dict[str, Any]:
         "document_lengths": options.document_lengths and str(options.document_lengths.absolute()),
         **{n: getattr(options, n) for n in SETTINGS if n in vars(options) and n != "document_lengths"},
         "versions": {name: version(name) for name in PACKAGES} | {"longctx": longctx.__version__},
+        "python": sys.version.split()[0],
         "commit": _commit(),
     }
 

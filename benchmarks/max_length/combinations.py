@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from longctx.forecast.closed_form import Breakdown, predict
+from longctx.forecast.expected_step import documents_of
 from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.step_time import Speeds, step_time
 from longctx.launch.accelerate import find_profile
 from longctx.model.allow_list import num_heads
 from longctx.model.load import load_config
@@ -86,6 +88,9 @@ class Combination:
         assert self.run is not None, "not refused"
         return self.run.dims.multiple
 
+    def padded(self, length: int) -> int:
+        return -(-length // self.multiple) * self.multiple
+
     def describe(self) -> dict[str, Any]:
         """For its line in results.jsonl."""
         if self.run is None:
@@ -111,7 +116,13 @@ class Combination:
 
     def predicted_peak(self, length: int) -> float:
         """Bytes that tensors take of a device, where rows have `length` tokens; of TRL's, what ours would take."""
-        return predict(self.setup, length).allocated_bytes
+        return predict(self.setup, self.padded(length)).allocated_bytes
+
+    def predicted_seconds(self, length: int, documents: Sequence[int], speeds: Speeds) -> float:
+        """Of an optimizer step on rows of these documents, `length` tokens in all."""
+        padded = self.padded(length)
+        documents = documents_of(length, padded, packed=True, given=documents)
+        return float(step_time(self.setup, padded, speeds, documents=documents).seconds)
 
     def predicted_length(self, limits: Limits, beside: float = 0.0) -> int:
         """The longest row that fits, by the closed form.

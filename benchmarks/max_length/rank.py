@@ -59,7 +59,7 @@ class Task:
 
 
 def run_task(task: Task) -> dict[str, Any]:
-    """Train, and return what this rank has to report."""
+    """Train, and return what this rank has to report; loss and gradient norm are the first step's."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if task.memory_fraction is not None:
         device = int(os.environ.get("LOCAL_RANK", 0))
@@ -123,18 +123,30 @@ def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 def _train_longctx(task: Task, watch: _Watch) -> dict[str, Any]:
     flags = [*task.flags, "--model_name_or_path", task.model, "--dataset_name", task.data]
     flags += ["--max_length", str(task.length), "--max_steps", str(task.num_steps)]
-    flags += ["--logging_steps", str(task.num_steps), "--output_dir", os.path.join(os.path.dirname(task.data), "out")]
+    flags += [
+        "--logging_first_step",
+        "True",
+        "--logging_steps",
+        str(task.num_steps),
+        "--output_dir",
+        os.path.join(os.path.dirname(task.data), "out"),
+    ]
     run = resolve(parse_flags(flags), read_profile(), os.environ)
     watch.on_host = _states_on_host(run.memory_setup(1))
     prepared = longctx.run.prepare(run)
     trainer = longctx.run.build_trainer(prepared, longctx.run.load(prepared))
     trainer.add_callback(watch)
     trainer.train()
-    logged = next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry)
+    first = next(entry for entry in trainer.state.log_history if "loss" in entry)
     metrics, dims = trainer.step_metrics, trainer.sequence.dims
     assert isinstance(trainer.train_dataset, PackedDataset), "the sweep trains on no stream"
     lengths = [length for row in range(dims.dp) for length in trainer.train_dataset[row]["seq_lengths"].tolist()]
-    return {"loss": logged["loss"], "padding": logged["padding_fraction"], **_work(metrics, lengths)}
+    return {
+        "loss": first["loss"],
+        "grad_norm": first.get("grad_norm"),
+        "padding": first["padding_fraction"],
+        **_work(metrics, lengths),
+    }
 
 
 def _states_on_host(setup: MemorySetup) -> frozenset[str]:
@@ -173,6 +185,7 @@ def _train_trl(task: Task, watch: _Watch) -> dict[str, Any]:
         per_device_train_batch_size=1,
         max_steps=task.num_steps,
         max_length=task.length,
+        logging_first_step=True,
         logging_steps=task.num_steps,
         save_strategy="no",
         report_to="none",
@@ -192,10 +205,17 @@ def _train_trl(task: Task, watch: _Watch) -> dict[str, Any]:
         processing_class=load_tokenizer(task.model),
         callbacks=[watch],
     )
+    if task.use_cpu and engine == "deepspeed":  # its default of 5e8 elements is 100 times a budget for `tiny`
+        trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] = "auto"
     trainer.train()
-    logged = next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry)
+    first = next(entry for entry in trainer.state.log_history if "loss" in entry)
     groups = int(os.environ["WORLD_SIZE"]) // max(degrees.get("cp_size", 1), degrees.get("sp_size", 1))
     metrics = StepMetrics(
         sp=1, sp_rank=0, config=model.config, flops_per_token=flops_per_token, device=trainer.args.device
     )
-    return {"loss": logged["loss"], "padding": 0.0, **_work(metrics, [task.length] * groups)}
+    return {
+        "loss": first["loss"],
+        "grad_norm": first.get("grad_norm"),
+        "padding": 0.0,
+        **_work(metrics, [task.length] * groups),
+    }

@@ -27,6 +27,10 @@ _START = b'{"kind": '
 Line = dict[str, Any]
 
 
+class TimeIsUp(Exception):
+    """The next probe is not expected to end in the time that is left, or has been cut: which, and why."""
+
+
 class Key(NamedTuple):
     """What a line is about."""
 

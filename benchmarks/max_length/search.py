@@ -66,4 +66,4 @@ def _aim(guess: float, low: int, high: int | None, precision: float) -> int:
         return low + max(1, int(precision * low))
     if high is not None and high / (1 + precision) <= guess <= high:
         return math.ceil(high / (1 + precision))
-    return int(guess / (1 + precision / 2))
+    return max(int(guess / (1 + precision / 2)), low + (guess > low))

@@ -1,9 +1,15 @@
-"""Searching and timing: one probe after the other, each of them written down before and after."""
+"""Searching and timing: one probe after the other, each of them written down before and after.
+
+What tells most comes first, since the time may be up before the last: on every backend one of the lengths to time that
+fits, the seconds at the lengths that all backends train, the longest sequences, and then the other seconds.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +19,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 from tqdm import tqdm
+
+from longctx.forecast.step_time import Speeds
 
 from ..ranks import Ending, run_group
 from . import tables
@@ -33,6 +41,7 @@ from .results import (
     Key,
     Line,
     Results,
+    TimeIsUp,
     latest,
 )
 from .search import bracket, next_length
@@ -61,6 +70,10 @@ class Settings:
     steps: int
     warmup: int
     timeout: float
+    until: float
+    """When the time is up, by `time.monotonic`; infinite without --minutes."""
+    speeds: Speeds | None
+    """Of the devices, as a forecast knows them; None where it does not."""
     documents: Callable[[int], Sequence[int]]
     """Length of a row -> lengths of its documents."""
     commit: str
@@ -71,26 +84,39 @@ class Sweep:
 
     def __init__(self, folder: Path, settings: Settings, results: Results, combinations: Sequence[Combination]):
         self.folder, self.settings, self.results, self.combinations = folder, settings, results, combinations
+        self.possible = [combination for combination in combinations if combination.run is not None]
+        self._left_out: TimeIsUp | None = None
 
     def run(self) -> None:
-        """What the folder has already is not run again."""
+        """What the folder has already is not run again.
+
+        Raises:
+            TimeIsUp: with the first probe that has been left out.
+        """
         for combination in self.combinations:
             self._begin(combination)
-        possible = [combination for combination in self.combinations if combination.run is not None]
         self._show()
         with tqdm(unit="probe", total=0) as self._bar:
-            for number, combination in enumerate(possible):
-                if self._state(combination, COMBINATION).get("longest") is None:
-                    self._search(combination, still_to_search=len(possible) - number - 1, possible=len(possible))
-            for number, combination in enumerate(possible):
-                for at, length in enumerate(self.settings.lengths):
-                    left = (len(possible) - number) * len(self.settings.lengths) - at
-                    if self._state(combination, TIME, length).get("status") not in DECIDED:
-                        self._expect(left)
-                        self._time(combination, length)
+            for combination in self.possible:
+                self._in_time(self._fit_one_length, combination)
+            self._time_all(only_common=True)
+            searched = self.possible
+            while searched:
+                searched = [combination for combination in searched if self._in_time(self._narrow, combination)]
+            self._time_all(only_common=False)
         self._show(FIT)
         self._show(TIME)
         shutil.rmtree(self.folder / PROBE_FOLDER, ignore_errors=True)
+        if self._left_out is not None:
+            raise self._left_out
+
+    def _in_time(self, work: Callable[..., bool | None], *about: Any) -> bool | None:
+        """What `work` returns; None where a probe of it is left out, as a cheaper one may yet end in time."""
+        try:
+            return work(*about)
+        except TimeIsUp as left_out:
+            self._left_out = self._left_out or left_out
+            return None
 
     # Searching
 
@@ -99,30 +125,45 @@ class Sweep:
             status = INIT if combination.run is not None else REFUSED
             self._add(combination, COMBINATION, 0, status, **combination.describe())
 
-    def _search(self, combination: Combination, *, still_to_search: int, possible: int) -> None:
+    def _fit_one_length(self, combination: Combination) -> None:
+        """Try the longest of the lengths to time that is predicted to fit on each backend, then shorter ones."""
+        limits, beside = self.settings.limits, [o for o in self.possible if o.devices == combination.devices]
+        for length in sorted(self.settings.lengths, reverse=True):
+            padded, tried = combination.padded(length), self._tried(combination)
+            if any(line["status"] != OOM for line in tried.values()):
+                return  # it fits, or fails whatever the length
+            longest = min(self.settings.longest, *(other.predicted_length(limits) for other in beside))
+            if padded <= longest and padded not in tried:
+                self._probe(combination, FIT, padded)
+                self._show()
+
+    def _narrow(self, combination: Combination) -> bool:
+        """One probe for the longest row, or what the search has come to; returns whether it goes on."""
         settings, known = self.settings, self._state(combination, COMBINATION)
-        unit = max(2, combination.multiple)
-        about = combination.describe()
+        if "longest" in known:
+            return False
+        unit, about, tried = max(2, combination.multiple), combination.describe(), self._tried(combination)
         if known["status"] == INIT:
             self._add(combination, COMBINATION, 0, RUNNING, **about)
-        while True:
-            tried = self._tried(combination)
-            outcomes = {length: line["status"] == OK for length, line in tried.items()}
-            guess = self._guess(combination, tried)
-            shape: Any = {"multiple": unit, "precision": settings.precision, "longest": settings.longest}
-            length = next_length(outcomes, guess=guess, **shape)
-            if length is None:
-                break
+        outcomes = {length: line["status"] == OK for length, line in tried.items()}
+        guess = self._guess(combination, tried)
+        shape: Any = {"multiple": unit, "precision": settings.precision, "longest": settings.longest}
+        length = next_length(outcomes, guess=guess, **shape)
+        if length is not None:
             if _always_fails(tried) and unit not in tried:
                 length = unit  # memory is not what it fails for: does any length train?
-            left = max(1, PROBES_OF_A_SEARCH - len(tried)) + PROBES_OF_A_SEARCH * still_to_search
-            self._expect(left + possible * len(settings.lengths))
             self._probe(combination, FIT, length)
             self._show()
+            return True
         fits, fails = bracket(outcomes)
         status = OK if fits else tried[fails]["status"] if fails else OOM
         self._add(combination, COMBINATION, 0, status, **about, longest=fits, fails=fails, probes=len(tried))
         self._show(FIT)
+        return False
+
+    def _fits(self, combination: Combination) -> int:
+        """Tokens of the longest row that has trained; 0 for none."""
+        return max((length for length, line in self._tried(combination).items() if line["status"] == OK), default=0)
 
     def _tried(self, combination: Combination) -> dict[int, Line]:
         """Length -> how its probe ended."""
@@ -135,42 +176,63 @@ class Sweep:
         }
 
     def _guess(self, combination: Combination, tried: dict[int, Line]) -> float:
-        """The longest row by the closed form and, once there are some, by the peak that is closest to the limit."""
+        """The longest row by the closed form and, once there are some, by the peak that is closest to the limit; of
+        TRL's, which the closed form does not know, on the straight line through two of them."""
         limits, beside = self.settings.limits, 0.0
         measured = [line for line in tried.values() if line.get("allocated")]
+        nearest, *others = sorted(measured, key=lambda line: abs(line["allocated"] - limits.device_bytes)) or [{}]
+        if combination.stack != LONGCTX and others and others[0]["allocated"] != nearest["allocated"]:
+            per_byte = (others[0]["length"] - nearest["length"]) / (others[0]["allocated"] - nearest["allocated"])
+            return nearest["length"] + per_byte * (limits.device_bytes - nearest["allocated"])
         if measured:
-            nearest = min(measured, key=lambda line: abs(line["allocated"] - limits.device_bytes))
             beside = nearest["allocated"] - combination.predicted_peak(nearest["length"])
         return combination.predicted_length(limits, beside)
 
     # Timing
 
+    def _time_all(self, *, only_common: bool) -> None:
+        """The shortest length first, on all backends.
+
+        Args:
+            only_common: leave out lengths that another backend, of those that train at all, is not known to train.
+        """
+        for length in self.settings.lengths:
+            for combination in self.possible:
+                beside = [self._fits(other) for other in self.possible if other.devices == combination.devices]
+                if not only_common or length <= min(filter(None, beside), default=0):
+                    self._in_time(self._time, combination, length)
+
     def _time(self, combination: Combination, length: int) -> None:
-        longest = self._state(combination, COMBINATION)["longest"]
-        padded = -(-length // combination.multiple) * combination.multiple
-        if padded > longest:
-            self._add(combination, TIME, length, OOM, padded_length=padded, error=f"the longest row is {longest:,}")
-            self._bar.update()
-        else:
+        """Nothing above the longest row is tried."""
+        padded, longest = combination.padded(length), self._state(combination, COMBINATION).get("longest")
+        if self._state(combination, TIME, length).get("status") in DECIDED:
+            return
+        if padded <= self._fits(combination):
             self._probe(combination, TIME, length, padded_length=padded, warmup=self.settings.warmup)
             self._show(TIME)
+        elif longest is not None:
+            self._add(combination, TIME, length, OOM, padded_length=padded, error=f"the longest row is {longest:,}")
 
     # Probes
 
     def _probe(self, combination: Combination, kind: str, length: int, **about: Any) -> None:
         settings, folder = self.settings, self.folder / PROBE_FOLDER
+        use_cpu, is_fit = settings.limits.use_cpu, kind == FIT
+        num_steps = STEPS_OF_A_FIT if is_fit else settings.warmup + settings.steps
+        forecast = self._forecast(combination, length)
+        name = f"{combination.backend} on {combination.devices}, {length:,} tokens"
+        self._begin_in_time(name, self._expected_seconds(combination, length, num_steps, forecast))
         self._add(combination, kind, length, INIT)
-        self._bar.set_description(f"{combination.backend} on {combination.devices}, {length:,} tokens")
+        self._expect(name)
         folder.mkdir(exist_ok=True)
         rows = [self.settings.documents(length) for _ in range(combination.dp)]
         write_rows(folder / DATA, [document for row in rows for document in row])
-        use_cpu, is_fit = settings.limits.use_cpu, kind == FIT
         task = Task(
             stack=combination.stack,
             model=settings.model,
             data=str(folder / DATA),
             length=length,
-            num_steps=STEPS_OF_A_FIT if is_fit else settings.warmup + settings.steps,
+            num_steps=num_steps,
             is_traced=is_fit and use_cpu,
             memory_fraction=settings.memory_fraction,
             flags=combination.flags,
@@ -178,23 +240,53 @@ class Sweep:
             use_cpu=use_cpu,
         )
         self._add(combination, kind, length, RUNNING)
+        left = settings.until - time.monotonic()
         ending = run_group(
             combination.devices,
             run_task,
             task,
             environment=combination.environment,
             folder=folder / "ranks",
-            timeout=settings.timeout,
+            timeout=min(left, settings.timeout),
         )
-        found = _found(ending)
-        if is_fit:
-            found["predicted"] = combination.predicted_peak(length) if combination.stack == LONGCTX else None
-            if use_cpu and ending.status == OK and found["allocated"] > settings.limits.device_bytes:
-                found |= {"error": f"{found['allocated']:,} traced bytes are more than the budget"}
-                ending = ending._replace(status=OOM)
+        if ending.status == TIMEOUT and left < settings.timeout:
+            self._add(combination, kind, length, INIT)  # it has not had its time yet, and gets it when this goes on
+            raise TimeIsUp(f"{name}: it was cut after {ending.seconds:,.0f} s")
+        found = _found(ending) | forecast
+        if is_fit and use_cpu and ending.status == OK and found["allocated"] > settings.limits.device_bytes:
+            found |= {"error": f"{found['allocated']:,} traced bytes are more than the budget"}
+            ending = ending._replace(status=OOM)
         self._keep_log(combination, kind, length, ending)
         self._add(combination, kind, length, ending.status, **found, **about, wall=round(ending.seconds, 2))
         self._bar.update()
+
+    def _forecast(self, combination: Combination, length: int) -> dict[str, Any]:
+        """Of our own steps: peak bytes that tensors take of a device, and seconds where its speeds are known."""
+        if combination.stack != LONGCTX:
+            return {"predicted": None, "predicted_seconds": None}
+        documents, speeds = self.settings.documents(length), self.settings.speeds
+        seconds = None if speeds is None else combination.predicted_seconds(length, documents, speeds)
+        return {"predicted": combination.predicted_peak(length), "predicted_seconds": seconds}
+
+    def _expected_seconds(self, combination: Combination, length: int, num_steps: int, forecast: Line) -> float:
+        """Of a probe, from the most similar one that trained: from longer rows in proportion to their length, from
+        shorter ones to its square, as attention would. Before there is one, from the forecast."""
+        ended = [line for line in latest(self.results.lines).values() if line.get("seconds")]
+        start = max((line["wall"] - sum(line["seconds"]) for line in ended), default=0.0)
+        alike = [x for x in ended if (x["backend"], x["devices"]) == (combination.backend, combination.devices)]
+        if not alike:
+            return start + num_steps * (forecast["predicted_seconds"] or 0.0)
+        nearest = min(alike, key=lambda line: abs(line["length"] - length))
+        growth = length / nearest["length"]
+        return start + num_steps * statistics.median(nearest["seconds"]) * growth ** (2 if growth > 1 else 1)
+
+    def _begin_in_time(self, name: str, expected: float) -> None:
+        """
+        Raises:
+            TimeIsUp: where a probe is expected to take longer than what is left.
+        """
+        if (left := self.settings.until - time.monotonic()) <= expected:
+            raise TimeIsUp(f"{name}: it would take about {expected:,.0f} s, and {max(0.0, left):,.0f} s are left")
 
     def _keep_log(self, combination: Combination, kind: str, length: int, ending: Ending) -> None:
         """Of a rank that failed, so that one can see why."""
@@ -221,10 +313,18 @@ class Sweep:
         if kind is not None:
             tables.write_pictures(self.folder, self.results.lines, kind)
 
-    def _expect(self, probes: int) -> None:
-        """Tell the progress bar how many are left."""
-        self._bar.total = self._bar.n + probes
-        self._bar.refresh()
+    def _expect(self, name: str) -> None:
+        """Tell the progress bar what runs, and how many are left."""
+        left = sum(
+            self._state(combination, TIME, length).get("status") not in DECIDED
+            for combination in self.possible
+            for length in self.settings.lengths
+        )
+        for combination in self.possible:
+            if self._state(combination, COMBINATION).get("longest") is None:
+                left += max(1, PROBES_OF_A_SEARCH - len(self._tried(combination)))
+        self._bar.total = self._bar.n + left
+        self._bar.set_description(name)
 
 
 def _always_fails(tried: dict[int, Line]) -> bool:
@@ -236,7 +336,7 @@ def _found(ending: Ending) -> dict[str, Any]:
     if not ending.reports:
         return {"error": ending.error} if ending.error else {}
     first, found = ending.reports[0], {}
-    for name in ("loss", "padding", "tokens", "flops", "peak_flops"):
+    for name in ("loss", "grad_norm", "padding", "tokens", "flops", "peak_flops"):
         found[name] = first[name]
     found["seconds"] = [max(step) for step in zip(*(report["seconds"] for report in ending.reports), strict=True)]
     for name in ("allocated", "reserved", "host", "offloaded", "cpu_seconds"):

@@ -1,4 +1,4 @@
-"""table.md and both pictures, from the lines of results.jsonl alone: an interrupted sweep has them, too."""
+"""Summary, table.md and both pictures, from the lines of results.jsonl alone: an interrupted sweep has them, too."""
 
 from __future__ import annotations
 
@@ -54,6 +54,22 @@ TIME_COLUMNS = (
     "status",
     "commit",
 )
+SUMMARY_COLUMNS = (
+    "backend",
+    "devices",
+    "sp × dp",
+    "longest sequence",
+    "timed at",
+    "s/step",
+    "tokens/s/device",
+    "peak, MiB",
+    "loss",
+    "gradient norm",
+    "forecast: peak",
+    "forecast: s/step",
+)
+REFERENCES = ("one device", "TRL ring", "TRL ulysses")
+"""Whose first step others are compared with: the first of them that trained on the same sequences."""
 NONE = "—"
 
 
@@ -105,15 +121,101 @@ def timing(line: Line) -> dict[str, float] | None:
     return {"median": statistics.median(seconds), "p10": tenths[0], "p90": tenths[-1]}
 
 
+def summary(lines: Sequence[Line]) -> Iterator[str]:
+    """Markdown to paste into an issue: what was measured where, and a row for each backend."""
+    sweep, known = _sweep(lines), latest(list(lines))
+    commits = dict.fromkeys(line["commit"] for line in known.values() if line.get("commit"))
+    yield from (f"### longctx bench: {sweep['model']} on {sweep['device']}", "")
+    yield f"- {_how_measured(sweep)}; --memory {sweep['memory']}"
+    yield f"- {_versions(sweep)}, Python {sweep['python']}; commit {', '.join(commits) or 'unknown'}"
+    yield from (f"- {command}" for command in _commands(lines))
+    yield ""
+    yield from _summary_table(known)
+
+
+def _summary_table(known: Mapping[Key, Line]) -> Iterator[str]:
+    counts = dict.fromkeys(line["devices"] for line in _of(known, COMBINATION))
+    yield from _table(SUMMARY_COLUMNS, [row for devices in counts for row in _summary_rows(devices, known)])
+    yield ""
+    yield (
+        "*Longest*: the longest sequence that completed two optimizer steps; ≥ where the search was not over. *Timed "
+        "at*: the longest of the timed lengths that all backends train on so many devices. *Peak*: allocated at that "
+        "length, unless another is named. *Loss*, *gradient norm*: of the first step, relative to the reference on the "
+        "same sequences. "
+        "*Forecast*: what was predicted, relative to what was measured."
+    )
+
+
+def _summary_rows(devices: int, known: Mapping[Key, Line]) -> Iterator[list[str]]:
+    timed = [key for key, line in known.items() if _is_timed(key, line) and key.devices == devices]
+    lengths = [{key.length for key in timed if key.backend == name} for name in {key.backend for key in timed}]
+    at = max(set.intersection(*lengths), default=0) if lengths else 0
+    for combination in (line for line in _of(known, COMBINATION) if line["devices"] == devices):
+        key = Key(TIME, combination["backend"], devices, at)
+        step = known[key] if key in timed else {}
+        times, longest = timing(step), _longest(combination, known)
+        peak = step if step.get("allocated") else known.get(key._replace(kind=FIT, length=longest), {})
+        elsewhere = (
+            f" at {longest:,}" if peak is not step else ""
+        )  # on the CPU, where steps that are timed are not traced
+        yield [
+            combination["backend"],
+            str(devices),
+            _degrees(combination),
+            f"{'' if 'longest' in combination else '≥ '}{longest:,}" if longest else combination["status"],
+            f"{at:,}" if step else NONE,
+            f"{times['median']:.3g}" if times else NONE,
+            f"{step['tokens'] / times['median'] / devices:,.0f}" if times else NONE,
+            f"{peak['allocated'] / MIB:,.1f}{elsewhere}" if peak.get("allocated") else NONE,
+            *(_parity(name, key, known) for name in ("loss", "grad_norm")),
+            _error(peak.get("predicted"), peak.get("allocated")),
+            _error(step.get("predicted_seconds"), times["median"] if times else None),
+        ]
+
+
+def _is_timed(key: Key, line: Line) -> bool:
+    return key.kind == TIME and line["status"] == OK
+
+
+def _longest(combination: Line, known: Mapping[Key, Line]) -> int:
+    """Tokens of the longest row that has trained; 0 for none."""
+    key = Key(FIT, combination["backend"], combination["devices"], 0)
+    fits = [k.length for k, line in known.items() if k._replace(length=0) == key and line["status"] == OK]
+    return max(fits, default=0)
+
+
+def _parity(name: str, key: Key, known: Mapping[Key, Line]) -> str:
+    """Relative difference to the reference, which trains on the same sequences: one for each group of devices."""
+
+    def groups(timed: Key) -> int | None:
+        return known[timed._replace(kind=COMBINATION, length=0)].get("dp")
+
+    values = {
+        other.backend: line[name]
+        for other, line in known.items()
+        if _is_timed(other, line)
+        and other.length == key.length
+        and other.devices in (1, key.devices)
+        and groups(other) == groups(key)
+        and line.get(name)
+    }
+    if key.backend not in values:
+        return NONE
+    reference = next((backend for backend in REFERENCES if backend in values), next(iter(values)))
+    return "reference" if key.backend == reference else f"{values[key.backend] / values[reference] - 1:+.1g}"
+
+
+def _error(predicted: float | None, measured: float | None) -> str:
+    return f"{predicted / measured - 1:+.1%}" if predicted and measured else NONE
+
+
 # table.md
 
 
 def _page(lines: Sequence[Line]) -> Iterator[str]:
     sweep, known = _sweep(lines), latest(list(lines))
-    commands = list(dict.fromkeys(f"`{line['command']}`, {line['date']}" for line in lines if line["kind"] == SWEEP))
-    versions = ", ".join(f"{name} {number}" for name, number in sweep["versions"].items())
-    yield from ("# How far it goes", "", "  \n".join(commands), "")
-    yield f"{sweep['device']}; {versions}"
+    yield from ("# How far it goes", "", "  \n".join(_commands(lines)), "", f"{sweep['device']}; {_versions(sweep)}")
+    yield from ("", "## Summary", "", *_summary_table(known))
     yield from ("", "## Longest rows", "", _how_measured(sweep) + ".")
     yield (
         "A row fits where two optimizer steps complete on it; *smallest that fails*: of the rows tried above the "
@@ -131,6 +233,14 @@ def _page(lines: Sequence[Line]) -> Iterator[str]:
     yield from _table(TIME_COLUMNS, [_time_row(line, known, sweep) for line in _of(known, TIME)])
     if errors := list(_errors(known)):
         yield from ("", "## Why", "", *errors)
+
+
+def _commands(lines: Sequence[Line]) -> list[str]:
+    return list(dict.fromkeys(f"`{line['command']}`, {line['date']}" for line in lines if line["kind"] == SWEEP))
+
+
+def _versions(sweep: Line) -> str:
+    return ", ".join(f"{name} {number}" for name, number in sweep["versions"].items())
 
 
 def _how_measured(sweep: Line) -> str:
@@ -160,7 +270,7 @@ def _length_row(line: Line, known: Mapping[Key, Line], sweep: Line) -> list[str]
         f"{fit['padding']:.1%}" if fit else NONE,
         *_peaks(fit),
         f"{predicted / MIB:,.1f}" if predicted else NONE,
-        f"{predicted / allocated - 1:+.1%}" if predicted and allocated else NONE,
+        _error(predicted, allocated),
         line["status"],
         line.get("commit") or NONE,
     ]
