@@ -126,14 +126,17 @@ class Sweep:
             self._add(combination, COMBINATION, 0, status, **combination.describe())
 
     def _fit_one_length(self, combination: Combination) -> None:
-        """Try the longest of the lengths to time that is predicted to fit on each backend, then shorter ones."""
+        """Try the longest of the lengths to time that is predicted to fit on each backend, then shorter ones.
+
+        Where none is, try the shortest.
+        """
         limits, beside = self.settings.limits, [o for o in self.possible if o.devices == combination.devices]
-        for length in sorted(self.settings.lengths, reverse=True):
+        for length in reversed(self.settings.lengths):
             padded, tried = combination.padded(length), self._tried(combination)
             if any(line["status"] != OOM for line in tried.values()):
                 return  # it fits, or fails whatever the length
-            longest = min(self.settings.longest, *(other.predicted_length(limits) for other in beside))
-            if padded <= longest and padded not in tried:
+            fits = padded <= min(other.predicted_length(limits) for other in beside)
+            if (fits or length == self.settings.lengths[0]) and padded <= self.settings.longest and padded not in tried:
                 self._probe(combination, FIT, padded)
                 self._show()
 

@@ -129,8 +129,7 @@ def summary(lines: Sequence[Line]) -> Iterator[str]:
     yield f"- {_how_measured(sweep)}; --memory {sweep['memory']}"
     yield f"- {_versions(sweep)}, Python {sweep['python']}; commit {', '.join(commits) or 'unknown'}"
     yield from (f"- {command}" for command in _commands(lines))
-    yield ""
-    yield from _summary_table(known)
+    yield from ("", *_summary_table(known), "", *_errors(known))
 
 
 def _summary_table(known: Mapping[Key, Line]) -> Iterator[str]:
@@ -178,7 +177,9 @@ def _is_timed(key: Key, line: Line) -> bool:
 
 
 def _longest(combination: Line, known: Mapping[Key, Line]) -> int:
-    """Tokens of the longest row that has trained; 0 for none."""
+    """Tokens of the longest row that has trained, so far where the search goes on; 0 for none."""
+    if "longest" in combination:
+        return int(combination["longest"])
     key = Key(FIT, combination["backend"], combination["devices"], 0)
     fits = [k.length for k, line in known.items() if k._replace(length=0) == key and line["status"] == OK]
     return max(fits, default=0)

@@ -96,6 +96,11 @@ def test_a_guess_that_is_always_a_little_short_is_given_up() -> None:
     assert len(search(lambda length: length <= 10**7, lambda outcomes: 1.001 * bracket(outcomes).fits + 1)) < 50
 
 
+def test_a_guess_just_above_what_fits_is_followed() -> None:
+    outcomes, shape = {528: True, 1024: False}, {"multiple": 8, "precision": 0.02, "longest": 1 << 20}
+    assert next_length(outcomes, guess=540, **shape) == 536  # and not the middle
+
+
 # results.jsonl
 
 
@@ -399,7 +404,7 @@ def test_defaults_depend_on_whether_there_are_gpus(use_cpu, expected) -> None:
     assert (options.gpus, options.memory, options.precision) == ([1, 2, 4, 8], "balanced", 0.02)
     assert (options.max_length, options.timeout) == (67_108_864, 1800)
     _check(options)
-    assert set(options.backends) == {*BACKENDS.spread, "trl"} - {"gather"}
+    assert set(options.backends) == set(BACKENDS.spread) - {"gather"}
 
 
 def test_an_output_that_is_no_folder_is_refused(tmp_path, capsys) -> None:
