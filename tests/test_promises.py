@@ -25,7 +25,7 @@ ROWS = {
     "README": 55,
     "checkpoints": 100,
     "data": 84,
-    "help": 59,
+    "help": 63,
     "launch": 53,
     "limits": 56,
     "loop": 17,
