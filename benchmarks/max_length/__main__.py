@@ -228,6 +228,7 @@ def _sweep(options: argparse.Namespace, results: Results, command: str) -> None:
             data=options.output / ".probe" / "data.parquet",
         )
     )
+    documents = one_document if options.document_lengths is None else drawn_from(options.document_lengths)
     settings = Settings(
         model=options.model_name_or_path,
         lengths=sorted(set(options.lengths)),
@@ -239,8 +240,8 @@ def _sweep(options: argparse.Namespace, results: Results, command: str) -> None:
         warmup=options.warmup,
         timeout=options.timeout,
         until=options.until,
-        speeds=None if use_cpu else Speeds.of_device(facts["device_kind"]),
-        documents=one_document if options.document_lengths is None else drawn_from(options.document_lengths),
+        speeds=None if use_cpu else Speeds.of_device(facts["device_kind"], documents(max(options.lengths))),
+        documents=documents,
         commit=facts["commit"],
     )
     results.add({"kind": SWEEP, "command": command, "date": f"{datetime.now(UTC):%Y-%m-%d}", **facts})
