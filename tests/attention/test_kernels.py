@@ -18,7 +18,7 @@ from longctx.attention.kernels import (
     blockwise,
     choose_kernel,
 )
-from longctx.attention.kernels.check import make_entries, make_inputs
+from longctx.attention.kernels.check import disagreement, make_entries, make_inputs
 from longctx.attention.kernels.entries import upload
 
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
@@ -193,3 +193,15 @@ def test_boundaries_for_varlen_kernels():
     assert (varlen.cu_seqlens_q.tolist(), varlen.cu_seqlens_k.tolist()) == ([0, 3, 4], [0, 7, 9])
     assert (varlen.max_seqlen_q, varlen.max_seqlen_k, varlen.causal) == (3, 7, True)
     assert (varlen.window_size_left, varlen.window_size_right) == (3, 0)
+
+
+def test_a_kernel_is_checked_inside_of_a_checkpointed_layer():
+    """Its operator saves tensors for a backward pass of its own, for which the layer must not be recomputed."""
+    found = []
+
+    def layer(x):
+        found.append(disagreement(choose_kernel(x.device, x.dtype, 8), x.device, x.dtype, 8, 1, windowed=False))
+        return x.square()
+
+    torch.utils.checkpoint.checkpoint(layer, torch.ones(2, requires_grad=True), use_reentrant=False)
+    assert found == [None]
