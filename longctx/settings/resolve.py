@@ -211,20 +211,18 @@ def _take_liger(values: Settings, model_config: PretrainedConfig, *, sp: int, us
     Raises:
         ValueError: if Liger was asked for and cannot compute this model here.
     """
-    off = values.decided(use_liger_kernel=False)
-    asked = values["use_liger_kernel"]
-    if asked is None and values["liger_kernel_config"]:
-        asked = True
-    elements = values["per_device_train_batch_size"] * values["max_length"] // sp
-    elements *= model_config.get_text_config().hidden_size
-    if asked is None and (use_cpu or values["torch_compile"] or elements < LIGER_ELEMENTS):
-        return off
-    if not (asked or asked is None):
+    if values["use_liger_kernel"] is False:
         return values
+    off = values.decided(use_liger_kernel=False)
+    is_asked = bool(values["use_liger_kernel"] or values["liger_kernel_config"])
+    tokens = values["per_device_train_batch_size"] * values["max_length"] // sp
+    is_small = tokens * model_config.get_text_config().hidden_size < LIGER_ELEMENTS
+    if not is_asked and (use_cpu or values["torch_compile"] or is_small):
+        return off
     try:
         parts = liger_parts(model_config, values["liger_kernel_config"])
     except ValueError:
-        if asked:
+        if is_asked:
             raise
         return off
     try:
@@ -232,7 +230,7 @@ def _take_liger(values: Settings, model_config: PretrainedConfig, *, sp: int, us
         if not values["prepare_only"]:
             check_liger_machine(use_cpu)
     except ValueError as error:
-        if asked:
+        if is_asked:
             raise
         return off.note(f"Liger's kernels are off, and steps take longer: {error}")
     return values.decided(use_liger_kernel=True, liger_kernel_config=dict.fromkeys(parts, True))
@@ -241,5 +239,6 @@ def _take_liger(values: Settings, model_config: PretrainedConfig, *, sp: int, us
 LIGER_ELEMENTS = 1 << 23
 """Hidden states of a micro-batch and rank, by elements, from which Liger's kernels are on unless a flag says otherwise.
 
-On an H200, where Qwen3-0.6B has 1,024 a token, 16,384 tokens take 0.69 of their time with Liger, and 4,096 take 1.4.
+On an H200, a step of Qwen3-0.6B, which has 1,024 a token, takes 0.70 of its time with Liger for 16,384 tokens. For 4,096,
+where the host sets the pace, TRL's takes 1.2 times as long (benchmarks/results/gpu_H200_settled_2026-11-27.md).
 """
