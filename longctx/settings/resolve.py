@@ -239,6 +239,6 @@ def _take_liger(values: Settings, model_config: PretrainedConfig, *, sp: int, us
 LIGER_ELEMENTS = 1 << 23
 """Hidden states of a micro-batch and rank, by elements, from which Liger's kernels are on unless a flag says otherwise.
 
-On an H200, a step of Qwen3-0.6B, which has 1,024 a token, takes 0.70 of its time with Liger for 16,384 tokens. For 4,096,
-where the host sets the pace, TRL's takes 1.2 times as long (benchmarks/results/gpu_H200_settled_2026-11-27.md).
+On an H200, Qwen3-0.6B has 1,024 a token: a step of 16,384 tokens takes 0.70 of its time with Liger. With 4,096 tokens,
+the host sets the pace, and TRL's step takes 1.2 times as long (benchmarks/results/gpu_H200_settled_2026-11-27.md).
 """
