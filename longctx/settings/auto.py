@@ -56,8 +56,10 @@ def choose_layout(values: Settings, world_size: int, resolve: Resolve) -> Run:
     """
     asked = " and ".join(f"--{name} auto" for name in AUTO_FLAGS if values[name] == AUTO and values.is_set(name))
     ranked, obstacles = _ranked(values, world_size, resolve)
+    if not ranked and asked:
+        raise ValueError(f"{asked}: no arrangement can run. {obstacles[0]}")
     if not ranked:
-        raise ValueError(f"{asked}: no arrangement can run. {obstacles[0]}") if asked else obstacles[0]
+        raise obstacles[0]
     best = ranked[0]
     others = [option for option in ranked[1:] if option.forecast.used <= 1 - FREE_PART]
     return replace(best.run, layout_reason=_reason(asked, best, others[0] if others else None))

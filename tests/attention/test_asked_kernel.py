@@ -76,7 +76,7 @@ def test_a_name_stands_for_these_kernels(name, packages):
 @pytest.mark.usefixtures("exact")
 def test_models_in_turn_have_the_kernels_that_each_asks_for(packages):
     packages("flash-attn", "flash-attn-3", "flash-attn-4")
-    of_torch = "aten varlen flash; cuDNN for one document of 8,192 tokens or more"
+    of_torch = f"aten varlen flash; cuDNN for one document of {choose.LONG_DOCUMENT:,} tokens or more"
     for _ in range(2):
         assert chosen("flash_attention_2") == "flash-attn"
         assert chosen(None) == "flash-attn-3"

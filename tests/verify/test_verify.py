@@ -355,7 +355,7 @@ def test_the_kernel_that_is_named_is_that_of_the_step(bf16, dtype, monkeypatch):
     kernel = SimpleNamespace(name="a kernel")
     monkeypatch.setattr(machine, "kernel_of", lambda config, device, dtype: asked.append(dtype) or kernel)
     monkeypatch.setattr(machine.flash_attn, "installed", lambda: [])
-    run = SimpleNamespace(settings={"bf16": bf16, "dtype": "float32"}, model_config=LARGE)
+    run = SimpleNamespace(settings={"bf16": bf16, "dtype": "float32", "attn_implementation": None}, model_config=LARGE)
     [finding] = machine._kernels(run, torch.device("cuda"))
     assert asked == [getattr(torch, dtype)]
     assert finding.value == f"a kernel for {dtype}, heads of 16"
