@@ -22,7 +22,6 @@ from longctx.attention.cost import FLOPS_FORWARD
 from longctx.forecast.candidates import DEVICE_BYTES, Machine, Outlook, candidates, outlook
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.step_time import Speeds, matmul_parameters
-from longctx.layers.liger import liger_parts
 
 from .published import CONFIGS, HOST_BYTES
 
@@ -105,8 +104,7 @@ def fused_table(name: str) -> Iterator[str]:
     columns = [f"`--{flag} True` | ratio" for flag in FUSED]
     yield f"| {' | '.join(['length', 'stock layers: tokens/s a device', *columns])} |"
     yield "| --- " * (2 + 2 * len(FUSED)) + "|"
-    parts = dict.fromkeys(liger_parts(config), True)
-    every = [{}, *({flag: True, "liger_kernel_config": parts} for flag in FUSED)]
+    every = [{"use_liger_kernel": False}, *({"use_liger_kernel": False, flag: True} for flag in FUSED)]
     stock, *fused = [candidates(config, MACHINE, presets=("auto",), settings=settings) for settings in every]
     for length in FUSED_LENGTHS:
         before, *after = [
