@@ -61,7 +61,7 @@ class Sizes:
 
 
 def _wide(num_layers: int) -> PretrainedConfig:
-    """Return layers of Qwen3-8B, few enough for one device to train them in fp32."""
+    """Return the configuration of Qwen3-8B with fewer layers, so that one device can train them in fp32."""
     whole = CONFIGS["Qwen/Qwen3-8B"].to_dict()
     return Qwen3Config(**{**whole, "num_hidden_layers": num_layers, "layer_types": None})
 
@@ -136,7 +136,7 @@ class Probe:
     model: str | None = None
     """That has to be on the disk first."""
     is_alone: bool = False
-    """Whether its process is its own, and not that of others with the same model, or of its slice."""
+    """Whether it needs a process of its own; others share one with those of the same model, or of the same slice."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """Of the line, besides what is measured."""
 
@@ -335,7 +335,7 @@ TRLS: Mapping[str, Mapping[str, Any]] = {
 """SFTTrainer as it comes, with Liger's kernels, and with its own memory option against the logits' memory."""
 SEARCHED = ("TRL", "balanced", "longest", "TRL, chunked loss")
 MANY_STEPS = 16_384
-"""Tokens up to which five steps are timed; of longer sequences, two."""
+"""Length of the longest sequences of which five steps are timed; longer ones are timed for two steps."""
 TRACED = ("activations on the host", "chunks")
 """Memory options whose copies have to hide behind kernels."""
 

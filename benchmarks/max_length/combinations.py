@@ -119,7 +119,7 @@ class Combination:
         return predict(self.setup, self.padded(length)).allocated_bytes
 
     def predicted_seconds(self, length: int, documents: Sequence[int], speeds: Speeds) -> float:
-        """Of an optimizer step on rows of these documents, `length` tokens in all."""
+        """Return the seconds of an optimizer step on rows of these documents, which have `length` tokens in all."""
         padded = self.padded(length)
         documents = documents_of(length, padded, packed=True, given=documents)
         return float(step_time(self.setup, padded, speeds, documents=documents).seconds)

@@ -123,14 +123,8 @@ def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 def _train_longctx(task: Task, watch: _Watch) -> dict[str, Any]:
     flags = [*task.flags, "--model_name_or_path", task.model, "--dataset_name", task.data]
     flags += ["--max_length", str(task.length), "--max_steps", str(task.num_steps)]
-    flags += [
-        "--logging_first_step",
-        "True",
-        "--logging_steps",
-        str(task.num_steps),
-        "--output_dir",
-        os.path.join(os.path.dirname(task.data), "out"),
-    ]
+    flags += ["--logging_first_step", "True", "--logging_steps", str(task.num_steps)]
+    flags += ["--output_dir", os.path.join(os.path.dirname(task.data), "out")]
     run = resolve(parse_flags(flags), read_profile(), os.environ)
     watch.on_host = _states_on_host(run.memory_setup(1))
     prepared = longctx.run.prepare(run)

@@ -1,7 +1,7 @@
-"""Searching and timing: one probe after the other, each of them written down before and after.
+"""Find the longest sequences and time steps, a probe at a time; each is recorded before it runs and after.
 
-What tells most comes first, since the time may be up before the last: on every backend one of the lengths to time that
-fits, the seconds at the lengths that all backends train, the longest sequences, and then the other seconds.
+The most telling probes come first, since the time may be up before the last one: on every backend, one of the lengths
+to time that fits; the seconds at the lengths that all backends train; the longest sequences; then the other seconds.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Sweep:
         self._left_out: TimeIsUp | None = None
 
     def run(self) -> None:
-        """What the folder has already is not run again.
+        """Run all probes that the folder does not have yet.
 
         Raises:
             TimeIsUp: with the first probe that has been left out.
@@ -111,7 +111,7 @@ class Sweep:
             raise self._left_out
 
     def _in_time(self, work: Callable[..., bool | None], *about: Any) -> bool | None:
-        """What `work` returns; None where a probe of it is left out, as a cheaper one may yet end in time."""
+        """Return what `work` returns. None where one of its probes does not fit the time, since a cheaper one may."""
         try:
             return work(*about)
         except TimeIsUp as left_out:
@@ -141,7 +141,7 @@ class Sweep:
                 self._show()
 
     def _narrow(self, combination: Combination) -> bool:
-        """One probe for the longest row, or what the search has come to; returns whether it goes on."""
+        """Run one more probe of a search, or record its result; return whether the search goes on."""
         settings, known = self.settings, self._state(combination, COMBINATION)
         if "longest" in known:
             return False
@@ -179,8 +179,10 @@ class Sweep:
         }
 
     def _guess(self, combination: Combination, tried: dict[int, Line]) -> float:
-        """The longest row by the closed form and, once there are some, by the peak that is closest to the limit; of
-        TRL's, which the closed form does not know, on the straight line through two of them."""
+        """Return the longest row by the closed form, corrected by the measured peak that is nearest to the limit.
+
+        The closed form does not know TRL's memory, so its length is on the straight line through two measured peaks.
+        """
         limits, beside = self.settings.limits, 0.0
         measured = [line for line in tried.values() if line.get("allocated")]
         nearest, *others = sorted(measured, key=lambda line: abs(line["allocated"] - limits.device_bytes)) or [{}]
@@ -194,7 +196,7 @@ class Sweep:
     # Timing
 
     def _time_all(self, *, only_common: bool) -> None:
-        """The shortest length first, on all backends.
+        """Time all backends, the shortest length first.
 
         Args:
             only_common: leave out lengths that another backend, of those that train at all, is not known to train.
@@ -206,7 +208,7 @@ class Sweep:
                     self._in_time(self._time, combination, length)
 
     def _time(self, combination: Combination, length: int) -> None:
-        """Nothing above the longest row is tried."""
+        """Time a length, unless it is above the longest row that trains."""
         padded, longest = combination.padded(length), self._state(combination, COMBINATION).get("longest")
         if self._state(combination, TIME, length).get("status") in DECIDED:
             return
@@ -264,7 +266,7 @@ class Sweep:
         self._bar.update()
 
     def _forecast(self, combination: Combination, length: int) -> dict[str, Any]:
-        """Of our own steps: peak bytes that tensors take of a device, and seconds where its speeds are known."""
+        """Return the predicted peak bytes, and the seconds where the speeds are known; None for TRL's steps."""
         if combination.stack != LONGCTX:
             return {"predicted": None, "predicted_seconds": None}
         documents, speeds = self.settings.documents(length), self.settings.speeds
@@ -272,8 +274,11 @@ class Sweep:
         return {"predicted": combination.predicted_peak(length), "predicted_seconds": seconds}
 
     def _expected_seconds(self, combination: Combination, length: int, num_steps: int, forecast: Line) -> float:
-        """Of a probe, from the most similar one that trained: from longer rows in proportion to their length, from
-        shorter ones to its square, as attention would. Before there is one, from the forecast."""
+        """Return how long a probe is expected to take, from the one of its backend with the most similar length.
+
+        The seconds of a step grow with the square of the length, as attention does, and shrink in proportion to it.
+        Before the first such probe, they are the forecast's.
+        """
         ended = [line for line in latest(self.results.lines).values() if line.get("seconds")]
         start = max((line["wall"] - sum(line["seconds"]) for line in ended), default=0.0)
         alike = [x for x in ended if (x["backend"], x["devices"]) == (combination.backend, combination.devices)]

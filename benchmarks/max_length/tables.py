@@ -140,8 +140,7 @@ def _summary_table(known: Mapping[Key, Line]) -> Iterator[str]:
         "*Longest*: the longest sequence that completed two optimizer steps; ≥ where the search was not over. *Timed "
         "at*: the longest of the timed lengths that all backends train on so many devices. *Peak*: allocated at that "
         "length, unless another is named. *Loss*, *gradient norm*: of the first step, relative to the reference on the "
-        "same sequences. "
-        "*Forecast*: what was predicted, relative to what was measured."
+        "same sequences. *Forecast*: what was predicted, relative to what was measured."
     )
 
 
@@ -154,9 +153,7 @@ def _summary_rows(devices: int, known: Mapping[Key, Line]) -> Iterator[list[str]
         step = known[key] if key in timed else {}
         times, longest = timing(step), _longest(combination, known)
         peak = step if step.get("allocated") else known.get(key._replace(kind=FIT, length=longest), {})
-        elsewhere = (
-            f" at {longest:,}" if peak is not step else ""
-        )  # on the CPU, where steps that are timed are not traced
+        elsewhere = "" if peak is step else f" at {longest:,}"  # steps that are timed on the CPU are not traced
         yield [
             combination["backend"],
             str(devices),

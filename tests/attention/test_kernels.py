@@ -196,7 +196,7 @@ def test_boundaries_for_varlen_kernels():
 
 
 def test_a_kernel_is_checked_inside_of_a_checkpointed_layer():
-    """Its operator saves tensors for a backward pass of its own, for which the layer must not be recomputed."""
+    """The check has a backward pass of its own, for which the layer must not be recomputed."""
     found = []
 
     def layer(x):
