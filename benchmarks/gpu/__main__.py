@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu --minutes 25        # the same command goes on from there
     until python -m benchmarks.gpu; do :; done   # all of it, about an hour
-    python -m benchmarks.gpu --only kernels ring
+    python -m benchmarks.gpu --only kernels ring "steps: QLoRA"
     python -m benchmarks.gpu --quick             # tiny sizes, minutes: does everything work here?
     python -m benchmarks.gpu --refit             # and have the forecast use what was measured from now on
     python -m benchmarks.gpu --refit --output FOLDER    # the same on any machine, from results that are there
@@ -115,7 +115,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", metavar="SLICE", help="Slices to measure. Default: all.")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="SLICE[: TEXT]",
+        help="Slices to measure, or what of a slice has this text in its name. Default: all.",
+    )
     parser.add_argument("--minutes", type=float, default=25, help="After which it stops. Default: 25.")
     parser.add_argument("--quick", action="store_true", help="Tiny sizes, to see that all of it works.")
     parser.add_argument(

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import torch
 from transformers import PretrainedConfig, Qwen3Config
 
@@ -17,7 +20,10 @@ from longctx.forecast.documents import one_document
 from longctx.forecast.measure import Work
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.model.tiny import tiny_config
+from longctx.settings.dpo import DPO
+from longctx.settings.flags import SFT
 
+from ..attention.ways import CASES
 from ..max_length.combinations import FLAGS, LONGCTX, ONE_DEVICE, TRL, Combination, resolved_for
 from ..max_length.rank import Task
 from ..max_length.results import OK, Line
@@ -28,11 +34,12 @@ from .probes import Attention, HeadLoss, checks, facts, kernel_speed, loss_speed
 
 SLICES = ("device", "checks", "speeds", "steps", "kernels", "loss", "memory_options", "longest", "ring")
 """The most telling first."""
-BUDGET = 16 * 2**30
+BUDGET = 12 * 2**30
 """Bytes of the device in the search for the longest sequence: sequences that fill a whole one take minutes a step."""
 PRECISION = 0.1
 SMALL, WIDE = "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B, 4 layers"
-LONGEST = 1 << 22
+LONGEST = 1 << 18
+"""Most tokens of that search: a step of Qwen3-0.6B then takes two minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +75,11 @@ def _wide(num_layers: int) -> PretrainedConfig:
 
 EQUAL_WORK = ("TRL", "balanced, no Liger", "TRL, Liger", "balanced")
 """What computes the same, in pairs: as stock layers do it, and with Liger's kernels on both sides."""
+PREFERENCES = ("TRL, DPO", "balanced, DPO", "auto, DPO")
+"""On pairs of which the prompt has half of the tokens, and each answer a quarter."""
+PACKED = ("auto, packed", "auto, packed, flash-attn 4")
+"""On documents of which a row has several."""
+QUANTIZED = ("TRL, QLoRA", "balanced, QLoRA", "auto, QLoRA")
 
 FULL = Sizes(
     models={SMALL: CONFIGS[SMALL], WIDE: _wide(4)},
@@ -81,11 +93,14 @@ FULL = Sizes(
     steps=(
         (SMALL, 16_384, (*EQUAL_WORK, "auto")),
         (SMALL, 4096, (*EQUAL_WORK, "auto")),
-        (WIDE, 16_384, (*EQUAL_WORK, "auto", "QLoRA")),
+        (WIDE, 16_384, (*EQUAL_WORK, "auto")),
         (SMALL, 65_536, (*EQUAL_WORK, "auto")),
         (SMALL, 32_768, ("TRL", "balanced", "auto")),
         (SMALL, 131_072, ("TRL", "balanced", "auto")),
-        (SMALL, 16_384, ("fastest", "compiled", "TRL, chunked loss")),
+        (SMALL, 16_384, ("fastest", "compiled", "TRL, chunked loss", *PREFERENCES)),
+        (SMALL, 4096, ("fastest", "compiled", "balanced, DeepSpeed")),
+        (SMALL, 32_768, PACKED),
+        (WIDE, 16_384, ("compiled", *QUANTIZED)),
     ),
     memory_option_length=32_768,
     chunk=8192,
@@ -103,7 +118,7 @@ QUICK = Sizes(
     hidden=64,
     ring_lengths=(256,),
     num_ranks=(2, 4),
-    steps=(("tiny", 64, EQUAL_WORK), ("tiny", 256, ("TRL", "balanced"))),
+    steps=(("tiny", 64, EQUAL_WORK), ("tiny", 256, ("TRL", "balanced", *PREFERENCES, "auto, packed"))),
     memory_option_length=256,
     chunk=64,
     budget=BUDGET,
@@ -163,11 +178,16 @@ class Catalogue:
             config.save_pretrained(self.model_folder(name))
 
     def left(self, lines: Sequence[Line], slices: Sequence[str]) -> Iterator[Probe]:
-        """What has no line yet, in order. A search goes on with each line, so ask again after each probe."""
+        """What has no line yet, in order. A search goes on with each line, so ask again after each probe.
+
+        Args:
+            slices: names of SLICES, or `NAME: TEXT` for what of a slice has this text in its name.
+        """
         known = {(line["kind"], line["name"]): line for line in lines if "name" in line}
-        for name in slices:
+        for asked in slices:
+            name, _, text = asked.partition(": ")
             found = self._searches(known) if name == "longest" else getattr(self, f"_{name}")()
-            yield from (probe for probe in found if probe.key not in known)
+            yield from (probe for probe in found if probe.key not in known and text in probe.name)
 
     # What does not depend on what was found
 
@@ -214,7 +234,7 @@ class Catalogue:
     def _steps(self) -> Iterator[Probe]:
         for model, length, ways in self.sizes.steps:
             for way in ways:
-                if way != "QLoRA" or importlib.util.find_spec("bitsandbytes"):
+                if importlib.util.find_spec(NEEDS.get(way, "torch")):
                     yield self._training("steps", model, way, length)
 
     def _memory_options(self) -> Iterator[Probe]:
@@ -257,7 +277,8 @@ class Catalogue:
     def _training(self, of: str, model: str, way: str, length: int) -> Probe:
         combination, sizes = self.combination(model, way, length), self.sizes
         is_search = of == "longest"
-        data = self.folder / f"{length}.parquet"
+        rows = "pairs" if way in PREFERENCES else "packed" if way in PACKED else "document"
+        data = self.folder / f"{rows}-{length}.parquet"
         task = Task(
             stack=combination.stack,
             model=str(self.model_folder(model)),
@@ -267,6 +288,7 @@ class Catalogue:
             is_traced=False,
             memory_fraction=None,
             flags=combination.flags,
+            trains_preferences=way in PREFERENCES,
             trl_options=TRLS.get(way, {}),
             use_cpu=False,
         )
@@ -279,26 +301,34 @@ class Catalogue:
 
     def write_rows(self, probes: Iterable[Probe]) -> None:
         """Write the rows that these train on."""
-        steps = {probe.argument.length: probe.argument.num_steps for probe in probes}
-        for length, num_steps in steps.items():
-            write_rows(self.folder / f"{length}.parquet", one_document(length) * num_steps)
+        for task in {probe.argument.data: probe.argument for probe in probes}.values():
+            path = Path(task.data)
+            if task.trains_preferences:
+                write_pairs(path, task.length, task.num_steps)
+                continue
+            is_packed = path.stem.startswith("packed")
+            documents = CASES["packed"](task.length, 1)[0].tolist() if is_packed else one_document(task.length)
+            write_rows(path, [*documents] * task.num_steps)
 
     def combination(self, model: str, way: str, length: int) -> Combination:
         """How it is trained, and what is predicted of it; of TRL's, what our most similar run would take."""
         like_trl = (*OURS["balanced"], "--use_liger_kernel", str(bool(TRLS.get(way, {}).get("use_liger_kernel"))))
-        flags = {**OURS, **memory_options(self.sizes.chunk)}.get(way, like_trl)
+        flags = {**OURS, **memory_options(self.sizes.chunk), "TRL, QLoRA": OURS["balanced, QLoRA"]}.get(way, like_trl)
         data = str(self.folder / "any.parquet")
         base = [*FLAGS.split(), "--warmup_steps", "0", "--model_name_or_path", str(self.model_folder(model))]
         base += ["--dataset_name", data]
-        found = resolved_for(ONE_DEVICE, 1, [*base, *flags], {}, length)
+        method = DPO if way in PREFERENCES else SFT
+        found = resolved_for(ONE_DEVICE, 1, [*base, *flags], {}, length, method)
         return replace(found, stack=TRL if way in TRLS else LONGCTX)
 
     def model_folder(self, model: str) -> Path:
         return self.folder / "models" / model.replace("/", "_")
 
     def predicted(self, probe: Probe) -> dict[str, Any]:
-        """Of a probe's line: bytes that tensors take at the peak of one of our own steps."""
+        """Of a probe's line: bytes that tensors take at the peak of one of our own steps, which is not refused."""
         if not isinstance(probe.argument, Task) or probe.argument.stack == TRL:
+            return {}
+        if self.combination(*(probe.about[name] for name in ("model", "way", "length"))).run is None:
             return {}
         return {"predicted_bytes": predict(self.setup(probe.about), probe.argument.length).allocated_bytes}
 
@@ -318,6 +348,7 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
 }
 """A tile of the loss; below it, the head with tiles that are multiples of 256 tokens and that are not."""
 
+_QLORA = ("--use_peft", "True", "--load_in_4bit", "True")
 OURS: Mapping[str, tuple[str, ...]] = {
     "balanced": ("--memory", "balanced"),
     "balanced, no Liger": ("--memory", "balanced", "--use_liger_kernel", "False"),
@@ -325,14 +356,25 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "fastest": ("--memory", "fastest"),
     "longest": ("--memory", "longest"),
     "compiled": ("--memory", "balanced", "--torch_compile", "True"),
-    "QLoRA": ("--memory", "balanced", "--use_peft", "True", "--load_in_4bit", "True"),
+    "balanced, DeepSpeed": ("--memory", "balanced", "--engine", "deepspeed"),
+    "balanced, DPO": ("--memory", "balanced"),
+    "auto, DPO": ("--memory", "auto"),
+    "auto, packed": ("--memory", "auto"),
+    "auto, packed, flash-attn 4": ("--memory", "auto", "--attn_implementation", "flash_attention_4"),
+    "balanced, QLoRA": ("--memory", "balanced", *_QLORA),
+    "auto, QLoRA": ("--memory", "auto", *_QLORA),
 }
 TRLS: Mapping[str, Mapping[str, Any]] = {
     "TRL": {"loss_type": "nll"},
     "TRL, Liger": {"loss_type": "nll", "use_liger_kernel": True},
     "TRL, chunked loss": {"loss_type": "chunked_nll"},
+    "TRL, DPO": {"precompute_ref_log_probs": True},
+    "TRL, QLoRA": {"loss_type": "nll"},
 }
-"""SFTTrainer as it comes, with Liger's kernels, and with its own memory option against the logits' memory."""
+"""SFTTrainer as it comes, with Liger's kernels, and with its own memory option against the logits' memory; DPOTrainer,
+which like ours has the reference's values before the first step; and SFTTrainer with an adapter on 4-bit weights."""
+NEEDS = {**dict.fromkeys(QUANTIZED, "bitsandbytes"), "auto, packed, flash-attn 4": "flash_attn"}
+"""Modules without which a way is left out."""
 SEARCHED = ("TRL", "balanced", "longest", "TRL, chunked loss")
 MANY_STEPS = 16_384
 """Length of the longest sequences of which five steps are timed; longer ones are timed for two steps."""
@@ -353,6 +395,18 @@ def memory_options(chunk: int) -> Mapping[str, tuple[str, ...]]:
         "Liger's kernels": ("--use_liger_kernel", "True"),
     }
     return {name: (*none, *flags) for name, flags in changed.items()}
+
+
+def write_pairs(path: Path, length: int, number: int) -> None:
+    """Texts of one token a letter: a prompt of half of `length` tokens, and two answers of a quarter each.
+
+    Each answer gets a token that ends it, and where a pair shares its prompt, the prompt's last token is there twice.
+    """
+    letters = np.random.default_rng(0).integers(ord("a"), ord("z") + 1, (number, length), dtype=np.uint8)
+    half, quarter = length // 2, length // 4
+    ends = {"prompt": (1, half), "chosen": (half, half + quarter - 1), "rejected": (half + quarter, length - 1)}
+    texts = {name: [row[start:end].tobytes().decode() for row in letters] for name, (start, end) in ends.items()}
+    pyarrow.parquet.write_table(pa.table(texts), path)
 
 
 def _longest_within(setup: MemorySetup, device_bytes: float) -> float:

@@ -19,10 +19,12 @@ from longctx.forecast.step_time import Speeds, step_time
 from longctx.launch.accelerate import find_profile
 from longctx.model.allow_list import num_heads
 from longctx.model.load import load_config
+from longctx.settings.flags import SFT
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.settings.run import Run
+from longctx.settings.schema import Method
 
 LONGCTX: Final = "longctx"
 TRL: Final = "trl"
@@ -201,12 +203,17 @@ def _of_trl(backend: str, degree: str, devices: int, flags: Sequence[str], heads
 
 
 def resolved_for(
-    backend: str, devices: int, flags: Sequence[str], environment: Mapping[str, str], length: int = NOMINAL_LENGTH
+    backend: str,
+    devices: int,
+    flags: Sequence[str],
+    environment: Mapping[str, str],
+    length: int = NOMINAL_LENGTH,
+    method: Method = SFT,
 ) -> Combination:
     env = {**os.environ, **environment, "RANK": "0", "WORLD_SIZE": str(devices), "LOCAL_WORLD_SIZE": str(devices)}
     run, refused = None, ""
     try:
-        run = resolve(parse_flags([*flags, "--max_length", str(length)]), read_profile(env), env)
+        run = resolve(parse_flags([*flags, "--max_length", str(length)], method), read_profile(env), env)
         if run.backend.name not in (backend, "local"):  # hybrid whose heads or devices leave a ring
             ranks = f"{run.dims.ring} ring × {run.dims.ulysses} Ulysses ranks"
             refused = f"on {devices} devices it is {ranks}, which is {run.backend.name}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -16,16 +16,20 @@ import pyarrow.parquet
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, ModelConfig, SFTConfig, SFTTrainer, get_peft_config
 
 import longctx.run
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.memory_trace import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, MemoryTracer
+from longctx.model.adapter import quantization_of
 from longctx.model.load import count_parameters, load_config, load_model, load_tokenizer
 from longctx.packing import PackedDataset
+from longctx.settings.dpo import DPO
+from longctx.settings.flags import SFT
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
+from longctx.settings.run import Run
 from longctx.training.engines import start_on_gpu
 from longctx.training.metrics import StepMetrics
 from longctx.training.peak_memory import PeakMemory
@@ -41,7 +45,7 @@ class Task:
     stack: Literal["longctx", "trl"]
     model: str
     data: str
-    """Parquet file of `input_ids`."""
+    """Parquet file of `input_ids`; of preferences, of texts `prompt`, `chosen` and `rejected`."""
     length: int
     """Tokens of a row, max_length."""
     num_steps: int
@@ -51,10 +55,12 @@ class Task:
     """Of the GPU's memory that torch may take; None for all of it."""
     flags: tuple[str, ...] = ()
     """Of longctx.train, besides."""
+    trains_preferences: bool = False
+    """Whether it is DPO instead of fine-tuning."""
     degrees: Mapping[str, int] | None = None
     """TRL's: cp_size or sp_size, and dp_shard_size; none on one device."""
     trl_options: Mapping[str, Any] = field(default_factory=dict)
-    """Of SFTConfig, besides."""
+    """Of SFTConfig or DPOConfig, besides."""
     use_cpu: bool
 
 
@@ -120,12 +126,16 @@ def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _train_longctx(task: Task, watch: _Watch) -> dict[str, Any]:
+def _resolved(task: Task) -> Run:
     flags = [*task.flags, "--model_name_or_path", task.model, "--dataset_name", task.data]
     flags += ["--max_length", str(task.length), "--max_steps", str(task.num_steps)]
     flags += ["--logging_first_step", "True", "--logging_steps", str(task.num_steps)]
     flags += ["--output_dir", os.path.join(os.path.dirname(task.data), "out")]
-    run = resolve(parse_flags(flags), read_profile(), os.environ)
+    return resolve(parse_flags(flags, DPO if task.trains_preferences else SFT), read_profile(), os.environ)
+
+
+def _train_longctx(task: Task, watch: _Watch) -> dict[str, Any]:
+    run = _resolved(task)
     watch.on_host = _states_on_host(run.memory_setup(1))
     prepared = longctx.run.prepare(run)
     trainer = longctx.run.build_trainer(prepared, longctx.run.load(prepared))
@@ -174,7 +184,7 @@ def _train_trl(task: Task, watch: _Watch) -> dict[str, Any]:
         promote(engine)
         start_on_gpu(timedelta(minutes=30), None)
         os.environ["PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION"] = "sdpa"
-    args = SFTConfig(
+    args = (DPOConfig if task.trains_preferences else SFTConfig)(
         output_dir=os.path.dirname(task.data),
         per_device_train_batch_size=1,
         max_steps=task.num_steps,
@@ -190,14 +200,20 @@ def _train_trl(task: Task, watch: _Watch) -> dict[str, Any]:
         parallelism_config=ParallelismConfig(**degrees) if degrees else None,
         **task.trl_options,
     )
-    model = load_model(task.model, load_config(task.model))
+    quantization = adapter = None
+    if not degrees:  # as our most similar run has them
+        settings = _resolved(task).settings
+        quantization = quantization_of(settings)
+        adapter = get_peft_config(ModelConfig(**{field.name: settings[field.name] for field in fields(ModelConfig)}))
+    model = load_model(task.model, load_config(task.model), quantization=quantization)
     flops_per_token = 6 * count_parameters(model)
-    trainer = SFTTrainer(
+    trainer = (DPOTrainer if task.trains_preferences else SFTTrainer)(
         model,
-        args,
+        args=args,
         train_dataset=Dataset(pyarrow.parquet.read_table(task.data)),
         processing_class=load_tokenizer(task.model),
         callbacks=[watch],
+        peft_config=adapter,
     )
     if task.use_cpu and engine == "deepspeed":  # its default of 5e8 elements is 100 times a budget for `tiny`
         trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] = "auto"
