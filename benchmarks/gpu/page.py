@@ -192,10 +192,10 @@ def _steps(catalogue: Any, measured: Speeds | None, lines: Sequence[Line]) -> It
     yield (
         "One document a step, bf16 with fp32 weights and states, batch size 1. `auto` is the default on one GPU; "
         "`balanced` has checkpoints, as TRL has. In both, norms, activations and rotary embeddings are Liger's from 8 "
-        "million hidden states on. `compiled` has `--torch_compile`, `DeepSpeed` is ZeRO-3 on one rank, and `packed` has "
-        "rows of several documents. Of DPO, a step has a pair whose prompt is half of the tokens and each answer a "
-        "quarter; QLoRA trains an adapter on weights of 4 bits. Both are compared with TRL's own. Predicted seconds are "
-        "by the speeds measured above, predicted memory by the closed form; both of longctx's own steps alone."
+        "million hidden states on. `compiled` has `--torch_compile`, `DeepSpeed` is ZeRO-3 on one rank, and `packed` "
+        "has rows of several documents. A step of DPO has a pair whose prompt is half of the tokens and each answer a "
+        "quarter; QLoRA trains an adapter on weights of 4 bits. Both are compared with TRL's own. Predicted seconds "
+        "are by the speeds measured above, predicted memory by the closed form; both of longctx's own steps alone."
     )
     yield ""
     rows = []
