@@ -231,6 +231,11 @@ class _SecondRun(_FirstRun):
                 "over the same graph. Call longctx.parallelize with selective_checkpointing=False for that."
             )
         out, lse = map(self.convert, self.saved.popleft())
+        if out.is_cuda:
+            # The node that fetches them here is done before attention's backward pass reads them. TRL's hooks, which
+            # copy them from the host in a stream of their own, would then let that stream write to their memory.
+            for x in (out, lse):
+                x.record_stream(torch.cuda.current_stream(x.device))
         return out, lse
 
 
