@@ -325,16 +325,19 @@ class Catalogue:
         return self.folder / "models" / model.replace("/", "_")
 
     def predicted(self, probe: Probe) -> dict[str, Any]:
-        """Of a probe's line: bytes that tensors take at the peak of one of our own steps, which is not refused."""
-        if not isinstance(probe.argument, Task) or probe.argument.stack == TRL:
+        """Of a probe's line: bytes that tensors take at the peak of one of our own steps, unless it is refused."""
+        if (
+            not isinstance(probe.argument, Task)
+            or probe.argument.stack == TRL
+            or not (setup := self.setup(probe.about))
+        ):
             return {}
-        if self.combination(*(probe.about[name] for name in ("model", "way", "length"))).run is None:
-            return {}
-        return {"predicted_bytes": predict(self.setup(probe.about), probe.argument.length).allocated_bytes}
+        return {"predicted_bytes": predict(setup, probe.argument.length).allocated_bytes}
 
-    def setup(self, line: Mapping[str, Any]) -> MemorySetup:
-        """What the prediction of a line's step is made from."""
-        return self.combination(line["model"], line["way"], line["length"]).setup
+    def setup(self, line: Mapping[str, Any]) -> MemorySetup | None:
+        """What the prediction of a line's step is made from; None if the run is refused, for want of a package here."""
+        combination = self.combination(line["model"], line["way"], line["length"])
+        return combination.setup if combination.run else None
 
 
 LOSSES: Mapping[str, Mapping[str, Any]] = {

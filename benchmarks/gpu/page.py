@@ -328,8 +328,8 @@ def _seconds_and_memory(catalogue: Any, measured: Speeds | None, line: Line) -> 
     if line["status"] != OK:
         return (line["status"], *[NONE] * (len(_OF_A_STEP) - 1))
     took, expected, memory = seconds(line), None, line.get("predicted_bytes")
-    if memory is not None and measured is not None:
-        expected = step_time(catalogue.setup(line), line["length"], measured).seconds
+    if memory is not None and measured is not None and (setup := catalogue.setup(line)):
+        expected = step_time(setup, line["length"], measured).seconds
     peak = line["allocated"]
     return (
         _significant(took),
