@@ -11,6 +11,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from longctx.model.files import without_weights
+from longctx.model.rows import on_cpu_without_memory
 from longctx.model.tiny import TINY
 
 _ADAPTER_SHAPE = ("lora_r", "use_dora", "lora_target_modules")
@@ -139,9 +140,17 @@ def add_adapter(model: PreTrainedModel, settings: Mapping[str, Any]) -> PreTrain
 
     Its random part is drawn from --seed on the CPU, so that it is the same on every rank, engine and device.
     """
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), on_cpu_without_memory(model):
         torch.manual_seed(settings["seed"])
         return _adapted(model, settings)
+
+
+def obstacle_to_adapting_rows(settings: Mapping[str, Any]) -> str | None:
+    """Return why an adapter cannot be made before the weights are read; None if it can."""
+    for name in ("use_dora", "lora_modules_to_save"):
+        if settings["use_peft"] and settings[name]:
+            return f"--{name} makes an adapter from the weights"
+    return None
 
 
 def _shown(value: Any) -> str:

@@ -45,10 +45,13 @@ from longctx.model.tied_head import untie_as_stored
 from longctx.model.tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
 from longctx.untrusted.confined import confined
 from longctx.upstream.transformers_internals import (
+    ON_META,
+    drop_values,
     forget_implementations,
     needs_whole_weights,
     tied_weights,
     unpartitioned,
+    without_values,
 )
 
 
@@ -279,8 +282,13 @@ def load_model(
     dtype: str = "float32",
     revision: str | None = None,
     quantization: BitsAndBytesConfig | None = None,
+    has_values: bool = True,
 ) -> PreTrainedModel:
     """The weights, for training, with a configuration of their own. Attention is put in place afterwards.
+
+    Args:
+        has_values: whether to read weights and saved buffers. Without, they are on the meta device, and whatever else
+            may be wrong with the model is found all the same.
 
     Raises:
         ValueError: if there are no weights, some are missing, or a file of them is damaged, of another model, or holds
@@ -299,15 +307,19 @@ def load_model(
     generation = generation_config_to_load(name, config, revision)
     try:
         untie_as_stored(config, name, revision=revision, load=True)
-        if whole_config is not None:
-            model, found = load_text_part(
-                name, whole_config, config, dtype=dtype, revision=revision, generation=generation, **given
-            )
-        else:
-            with unpartitioned() if needs_whole_weights(config) else nullcontext():
-                model, found = AutoModelForCausalLM.from_pretrained(
-                    name, config=config, dtype=dtype, revision=revision, output_loading_info=True, **given, **generation
+        with nullcontext() if has_values else without_values():
+            if not has_values:
+                given, generation = {**given, **ON_META}, {**generation, **ON_META}
+            if whole_config is not None:
+                model, found = load_text_part(
+                    name, whole_config, config, dtype=dtype, revision=revision, generation=generation, **given
                 )
+            else:
+                options = {"dtype": dtype, "revision": revision, **given, **generation}
+                with unpartitioned() if needs_whole_weights(config) else nullcontext():
+                    model, found = AutoModelForCausalLM.from_pretrained(
+                        name, config=config, output_loading_info=True, **options
+                    )
     except UnpicklingError as error:
         raise ValueError(
             f"--model_name_or_path {name}: pytorch_model.bin is damaged or holds more than tensors, such as code, and "
@@ -329,6 +341,8 @@ def load_model(
         )
     keep_generation_config(model, name, revision)
     _freeze_as_declared(model)
+    if not has_values:
+        drop_values(model)
     model.tie_weights()  # FSDP2's ranks but the first have compared no values, and left apart what the first has tied
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # bitsandbytes' 4-bit layers, on CPUs that have it:

@@ -16,7 +16,6 @@ from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForImageTextToText,
-    BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -113,13 +112,14 @@ def load_text_part(
     dtype: str,
     revision: str | None,
     generation: Mapping[str, Any],
-    **quantized: BitsAndBytesConfig,
+    **options: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return the causal language model with the weights of the whole's text part, and what transformers found.
 
     Args:
         config: of the causal language model, as `text_part` returns it.
-        generation: `generation_config`, if not that of the folder.
+        generation: keywords for the whole: `generation_config`, if not that of the folder.
+        options: keywords for the language model, such as how its weights are quantised.
 
     Raises:
         ValueError: if weights of the text part are missing, or the files have some that the model does not have.
@@ -131,7 +131,7 @@ def load_text_part(
     dtype = dtype if dtype != "auto" else str(whole.dtype).removeprefix("torch.")
     del whole
     model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-        None, config=config, state_dict=states, dtype=dtype, output_loading_info=True, **quantized
+        None, config=config, state_dict=states, dtype=dtype, output_loading_info=True, **options
     )
     save_without_conversions(model)
     model.generation_config, model.config.name_or_path = generation_config, name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,12 +16,15 @@ from longctx.attention.backends import BACKENDS
 from longctx.attention.kernels import Kernel, prefer
 from longctx.collate import SequenceCollator
 from longctx.forecast.memory_options import NVME
+from longctx.launch.console import Line, show
 from longctx.layers.compiled import install_compiled
 from longctx.layers.liger import install_liger
-from longctx.model.adapter import add_adapter, changes_base, quantization_of
+from longctx.model.adapter import add_adapter, changes_base, obstacle_to_adapting_rows, quantization_of
 from longctx.model.allow_list import kernel_of
 from longctx.model.load import load_model
 from longctx.model.quantized import loading_pieces, make_shardable
+from longctx.model.rows import obstacle_to_rows
+from longctx.model.tiny import TINY
 from longctx.parallel import SequenceParallel, parallelize
 from longctx.ranks.agreement import gather_objects, on_all_ranks
 from longctx.ranks.watchdog import limit_waiting
@@ -44,25 +48,36 @@ LAYER_KEYWORDS = ("selective", "whole_layers", "offload")
 def load(prepared: PreparedRun) -> PreTrainedModel:
     """Choose among the attention kernels that were asked for, and read the weights, on all ranks together.
 
+    On FSDP2 weights are on the meta device, except for rank 0's where each rank cannot read its rows alone.
+
     Raises:
         ValueError: if they cannot be read.
     """
-    settings = prepared.run.settings
-    name = settings["model_name_or_path"]
-    run = prepared.run
+    run, settings = prepared.run, prepared.run.settings
+    name, revision = settings["model_name_or_path"], settings["model_revision"]
     prefer(settings["attn_implementation"])
-    # Parameters on NVMe are written there while the model is loaded, in the dtype that is trained.
-    on_nvme = run.memory_options.offload_param_device == NVME
-    with nullcontext() if on_nvme else loaded_in_fp32(), _loading_quantized(run):
-        return on_all_ranks(
-            lambda: load_model(
-                name,
-                prepared.run.model_config,
-                dtype=settings["dtype"],
-                revision=settings["model_revision"],
-                quantization=quantization_of(settings),
-            )
-        )
+    read = partial(
+        load_model,
+        name,
+        run.model_config,
+        dtype=settings["dtype"],
+        revision=revision,
+        quantization=quantization_of(settings),
+    )
+    if run.engine != "fsdp2" or settings["load_in_4bit"] or name == TINY:
+        # Parameters on NVMe are written there while the model is loaded, in the dtype that is trained.
+        on_nvme = run.memory_options.offload_param_device == NVME
+        with nullcontext() if on_nvme else loaded_in_fp32(), _loading_quantized(run):
+            return on_all_ranks(read)
+    model = on_all_ranks(partial(read, has_values=False))
+    obstacle = obstacle_to_adapting_rows(settings) or on_all_ranks(lambda: obstacle_to_rows(model, name, revision))
+    how = "every rank reads its own rows of the weights"
+    if obstacle is not None:
+        how = f"rank 0 reads all weights and sends the other ranks their rows, since {obstacle}"
+        model = on_all_ranks(lambda: read() if dist.get_rank() == 0 else model)
+    if dist.get_rank() == 0:
+        show([Line("loading", how)])
+    return model
 
 
 def _loading_quantized(run: Run) -> AbstractContextManager[None]:

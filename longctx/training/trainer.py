@@ -40,6 +40,7 @@ from longctx.data import MixedStream, SourceReport
 from longctx.layers.loss import TokenOutputs
 from longctx.model.load import count_parameters, count_trained_parameters
 from longctx.model.quantized import pieces_placed
+from longctx.model.rows import rows_read
 from longctx.packing import PackedDataset, PackedStream, PackingReport
 from longctx.parallel import SequenceParallel
 from longctx.ranks.watchdog import phase
@@ -64,7 +65,7 @@ from longctx.training.objective import Objective
 from longctx.training.peak_memory import MemoryWarnings
 from longctx.training.progress import print_lines
 from longctx.training.schedule import add_defaults
-from longctx.upstream.accelerate_internals import fsdp2_plugin, keep_sums_in_fp32, save_whole_models
+from longctx.upstream.accelerate_internals import allow_meta, fsdp2_plugin, keep_sums_in_fp32, save_whole_models
 from longctx.upstream.transformers_internals import average_running_loss, keep_mode, mean_running_loss
 
 phase("backward")(Accelerator.backward)
@@ -219,7 +220,12 @@ class SequenceMixin(EvaluatingMixin):
         if fsdp2_plugin(self.accelerator) is None or isinstance(self.model, FSDPModule):
             yield
             return
-        with pieces_placed(self.model), saved_buffers_handed_on(self.model, self.accelerator.device):
+        allow_meta(self.accelerator, self.model)
+        with (
+            pieces_placed(self.model),
+            saved_buffers_handed_on(self.model, self.accelerator.device),
+            rows_read(self.model),
+        ):
             yield
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:

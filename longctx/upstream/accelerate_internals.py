@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch import Tensor, nn
 
 _FSDP = {
     "ACCELERATE_USE_FSDP": "true",
@@ -79,6 +83,48 @@ def fsdp2_plugin(accelerator: Accelerator) -> Any | None:
     """Return FSDP2's plug-in; None for other engines."""
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
     return plugin if plugin is not None and plugin.fsdp_version == 2 else None
+
+
+def allow_meta(accelerator: Accelerator, model: nn.Module) -> None:
+    """Let FSDP2 wrap a model with parameters on the meta device, which get their values then.
+
+    accelerate finds the optimizer's parameters by their addresses, and on the meta device all are 0.
+    """
+    parameter: Any
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            parameter.data_ptr = partial(id, parameter)
+            accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = True
+
+
+@contextmanager
+def shards_filled(fill: Callable[[str, Any, Tensor], None]) -> Iterator[None]:
+    """Call `fill` for every shard of a model that is wrapped inside, where accelerate would send rank 0's weights.
+
+    Args:
+        fill: is given a parameter's name in the state dict, this rank's shard, a DTensor that is not yet initialised,
+            and the parameter before it was cut.
+    """
+    import torch
+    from accelerate.utils import fsdp_utils
+
+    send = fsdp_utils.fsdp2_load_full_state_dict
+
+    def fill_all(accelerator: Accelerator, model: nn.Module, whole: dict[str, Tensor], cpu_offload: bool) -> None:
+        filled: dict[Any, nn.Parameter] = {}
+        shards = model.state_dict(keep_vars=True)
+        for name, shard in shards.items():
+            if shard not in filled:  # once for tied weights
+                on_device = torch.empty_like(shard, device="cpu" if cpu_offload else accelerator.device)
+                fill(name, on_device, whole[name])
+                filled[shard] = torch.nn.Parameter(on_device, requires_grad=shard.requires_grad)
+        model.load_state_dict({name: filled[shard] for name, shard in shards.items()}, assign=True)
+
+    fsdp_utils.fsdp2_load_full_state_dict = fill_all
+    try:
+        yield
+    finally:
+        fsdp_utils.fsdp2_load_full_state_dict = send
 
 
 def save_whole_models(accelerator: Accelerator) -> None:

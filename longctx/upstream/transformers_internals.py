@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, tzinfo
@@ -167,6 +168,45 @@ def needs_whole_weights(config: PretrainedConfig) -> bool:
     conversions = get_checkpoint_conversion_mapping(config.model_type) or []
     steps = (step for conversion in conversions for step in getattr(conversion, "operations", ()))
     return any(type(step).__name__ == "Split" for step in steps)  # which releases before 5.24 do not have
+
+
+def changes_weights(model: PreTrainedModel) -> bool:
+    """Return whether weights of the files were renamed or converted when the model was loaded, or are others' weights.
+
+    The latter are those of `save_without_conversions`.
+    """
+    return model._weight_conversions != []
+
+
+ON_META: Mapping[str, Any] = {"device_map": {"": "meta"}}
+"""A keyword of `from_pretrained`."""
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Make `from_pretrained` with ON_META do all but read values: weights and saved buffers are on the meta device.
+
+    It computes all other buffers, as it does on the ranks of FSDP that are not the first of their node.
+    """
+    rank = {"LOCAL_RANK": "-1", "ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    before = {name: os.environ.get(name) for name in rank}
+    os.environ.update(rank)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def drop_values(model: PreTrainedModel) -> None:
+    """Put all parameters on the meta device, where releases before 5.24 have made zeros. It unties them there."""
+    for module in model.modules():
+        for name, value in module._parameters.items():
+            if value is not None and not value.is_meta:
+                module._parameters[name] = type(value)(value.to("meta"), value.requires_grad)
 
 
 @contextmanager

@@ -1,0 +1,139 @@
+"""Weights on FSDP2's ranks: read by rows, sent by rank 0, and the same bits either way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from tests.small_model import save_small_model
+from tests.training.test_engines_of_models import save_model
+from tests.training.test_training import make_documents, write_jsonl
+from tests.workers import one_by_one, run_ranks
+
+FLAGS = ["--max_steps", "1", "--max_length", "64", "--per_device_train_batch_size", "1", "--save_strategy", "no"]
+FLAGS += ["--report_to", "none", "--disable_tqdm", "True", "--engine", "fsdp2"]
+LORA = ["--use_peft", "True", "--lora_target_modules", "q_proj", "v_proj"]
+BF16 = ["--dtype", "bfloat16"]
+BY_ROWS = {  # ranks, flags, settings of the model, dtype of its files
+    "uneven rows": (3, [], {}, torch.float32),
+    "a head of its own, and trained weights rounded": (3, BF16, {"tie_word_embeddings": False}, torch.float32),
+    "bf16 files, saved buffers": (2, [], "apertus", torch.bfloat16),
+    "LoRA": (3, LORA, {}, torch.float32),
+    "LoRA on bf16": (2, [*LORA, *BF16], {}, torch.bfloat16),
+    "replicas": (4, ["--dp_replicate", "2"], {}, torch.float32),
+}
+
+
+class _Wrapped(Exception):
+    """Ends a run once its model is wrapped."""
+
+
+def shards_of(cases):
+    """{case: (how the weights were loaded, {name: this rank's values, whether they are trained})}."""
+    from longctx.run import model as run_model
+    from longctx.training import trainer as training
+    from tests.training.test_training import log_of
+
+    found, how = {}, []
+
+    def keep(trainer, nonfinite):
+        trained = {parameter for group in trainer.optimizer.param_groups for parameter in group["params"]}
+        assert trained == {parameter for parameter in trainer.model.parameters() if parameter.requires_grad}
+        found.update(trainer.model.named_parameters(remove_duplicate=False), **dict(trainer.model.named_buffers()))
+        raise _Wrapped
+
+    training.check_before_training, run_model.show = keep, how.extend
+    results, of_adapter = {}, run_model.obstacle_to_adapting_rows
+    for case, (arguments, whole) in one_by_one(cases):
+        found.clear()
+        how.clear()
+        run_model.obstacle_to_adapting_rows = (lambda settings: "a test asks for it") if whole else of_adapter
+        with pytest.raises(_Wrapped):
+            log_of(arguments)
+        local = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in found.items()}
+        values = {name: (value.detach().clone(), found[name].requires_grad) for name, value in local.items()}
+        results[case] = str(how), values
+    return results
+
+
+def save(settings, dtype, folder):
+    """Save a small model; `settings` are those of a Qwen3, or the name of a family. Returns its path."""
+    if isinstance(settings, str):
+        save_model(settings, folder)
+    else:
+        save_small_model(folder, **settings)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(dtype).save_pretrained(folder)
+    return str(folder)
+
+
+def loaded(num_ranks, flags, folder, tmp_path):
+    """What `shards_of` finds on every rank, for weights loaded as the run chooses and for those that rank 0 sends."""
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents([20, 30, 40, 50]))
+    given = [*FLAGS, *flags, "--num_processes", str(num_ranks), "--model_name_or_path", folder]
+    given += ["--dataset_name", data, "--output_dir", str(tmp_path / "output")]
+    cases = {"chosen": (given, False), "sent": (given, True)}
+    return run_ranks(num_ranks, f"{__name__}:shards_of", cases)
+
+
+def same(values, others):
+    """Whether tensors have the same names, shapes, dtypes and bits, and are trained alike."""
+    assert values.keys() == others.keys()
+    return all(
+        (value.dtype, trained) == (other.dtype, is_trained) and torch.equal(value, other)
+        for (value, trained), (other, is_trained) in zip(values.values(), others.values(), strict=True)
+    )
+
+
+def check_against_files(ranks, folder, dtype):
+    """The ranks' rows together are what transformers reads."""
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    for name, parameter in expected.named_parameters():
+        rows = torch.cat([values[name][0] for values in ranks])
+        assert torch.equal(rows, parameter.to(rows.dtype)), name
+    for name, buffer in expected.named_buffers():
+        assert all(torch.equal(values[name][0], buffer) for values in ranks), name
+
+
+@pytest.mark.parametrize("case", BY_ROWS)
+def test_every_rank_reads_the_bits_that_rank_0_would_send_it(case, tmp_path):
+    num_ranks, flags, settings, dtype = BY_ROWS[case]
+    folder = save(settings, dtype, tmp_path / "model")
+    ranks = loaded(num_ranks, flags, folder, tmp_path)
+    assert "every rank reads its own rows" in ranks[0]["chosen"][0]
+    assert "rank 0 reads all weights" in ranks[0]["sent"][0]
+    for rank in ranks:
+        assert same(rank["chosen"][1], rank["sent"][1])
+    if "--use_peft" not in flags:
+        shards = ranks[: num_ranks // 2 if "--dp_replicate" in flags else num_ranks]
+        check_against_files([rank["chosen"][1] for rank in shards], folder, torch.bfloat16 if flags == BF16 else None)
+    else:
+        adapters = [torch.cat([rank["chosen"][1][name][0] for rank in ranks]) for name in ranks[0]["chosen"][1]]
+        assert any(values.abs().max() > 0 for values in adapters)
+
+
+BY_ONE = {
+    "converted": ([], "qwen3_moe", "weights of a qwen3_moe model are converted"),
+    "pytorch_model.bin": ([], {}, "not in safetensors files"),
+    "DoRA": ([*LORA, "--use_dora", "True"], {}, "--use_dora"),
+    "trained copies": ([*LORA, "--lora_modules_to_save", "norm"], {}, "--lora_modules_to_save"),
+}
+
+
+@pytest.mark.parametrize("case", BY_ONE)
+def test_rank_0_sends_weights_that_cannot_be_read_by_rows(case, tmp_path):
+    flags, settings, reason = BY_ONE[case]
+    folder = save(settings, torch.float32, tmp_path / "model")
+    if case == "pytorch_model.bin":
+        weights = Path(folder, "model.safetensors")
+        torch.save(load_file(weights), weights.with_name(case))
+        weights.unlink()
+    ranks = loaded(2, flags, folder, tmp_path)
+    assert reason in ranks[0]["chosen"][0]
+    assert all(same(rank["chosen"][1], rank["sent"][1]) for rank in ranks)
+    if not flags:
+        check_against_files([rank["chosen"][1] for rank in ranks], folder, None)
