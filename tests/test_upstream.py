@@ -47,6 +47,7 @@ ATTRIBUTES = {
     "_buffers": ("torch.nn:Module", "buffers that a model saves go to every rank"),
     "_forward_hooks": ("torch.nn:Module", "routers that are watched already"),
     "_non_persistent_buffers_set": ("torch.nn:Module", "which of them are saved"),
+    "_parameters": ("torch.nn:Module", "weights that are yet to be read have stand-ins"),
     "_last_lr": ("torch.optim.lr_scheduler", "a resumed schedule goes on where it was"),
     "_step_count": ("torch.optim.lr_scheduler", "the same"),
     # torch: process groups

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from trl import SFTConfig
 
 from longctx.data import Mixture
-from longctx.data.contents import content_digests, digest_of
+from longctx.data.contents import content_digests, digest_of, file_state
 from longctx.data.kinds import PAIRS
 from longctx.data.records import local_files
 from longctx.model.files import files_read, has_saved_buffers
@@ -52,12 +52,25 @@ def files_identity(settings: Mapping[str, Any], model_config: PretrainedConfig, 
         ValueError: if a file cannot be read.
     """
     is_base = settings["use_peft"] or has_saved_buffers(model_config) or _needs_reference(settings)
-    names = [source.path for source in settings["datasets"] or ()] or [settings["dataset_name"]]
     return FilesIdentity(
         model=model_identity(settings["model_name_or_path"], model_config) if with_model or is_base else None,
         is_base=is_base,
-        streams=tuple(map(_data_files_identity, names)) if settings["dataset_streaming"] else (),
+        streams=tuple(map(_data_files_identity, _streams(settings))),
     )
+
+
+def _streams(settings: Mapping[str, Any]) -> list[str]:
+    if not settings["dataset_streaming"]:
+        return []
+    return [source.path for source in settings["datasets"] or ()] or [settings["dataset_name"]]
+
+
+def _states_of_files(settings: Mapping[str, Any], model_config: PretrainedConfig) -> list[Any]:
+    """Return what is equal on two nodes only if they see the same files, or files of the same contents."""
+    name = settings["model_name_or_path"]
+    files = files_read(Path(name)) if Path(name).is_dir() else []
+    files += [file for stream in _streams(settings) for file in local_files(stream) or ()]
+    return [commit_of(model_config), *(file_state(file)._replace(device=0) for file in files)]
 
 
 def compare_files(
@@ -65,25 +78,26 @@ def compare_files(
 ) -> FilesIdentity:
     """Digest the files of the model and of streams, and compare what several nodes train on.
 
-    One rank of each node reads, before the weights are loaded, which the page cache then serves.
+    One rank reads for all nodes that share the storage: they see the same inodes, sizes and times.
 
     Raises:
         ValueError: for a file that cannot be read, and for nodes that differ.
     """
     first = args.process_index - args.local_process_index
-    several_nodes = len(set(gather_objects(first))) > 1
+    is_first = args.process_index == first
+    seen = gather_objects(on_all_ranks(lambda: _states_of_files(settings, model_config) if is_first else None))
+    several_nodes = sum(states is not None for states in seen) > 1
+    reader = seen.index(seen[first])
 
     def read() -> FilesIdentity | None:
-        if args.process_index != first:
+        if args.process_index != reader:
             return None
         return files_identity(settings, model_config, with_model=several_nodes)
 
-    files = gather_objects(on_all_ranks(read))[first]
-    assert files is not None, "a node's first rank has read them"
+    files = gather_objects(on_all_ranks(read))[reader]
+    assert files is not None, "it has read them"
     if several_nodes:
-        of_nodes = gather_objects(
-            on_all_ranks(lambda: node_identity(data, files) if args.process_index == first else {})
-        )
+        of_nodes = gather_objects(on_all_ranks(lambda: node_identity(data, files) if is_first else {}))
         check_agreement(of_nodes[first])
     return files
 
