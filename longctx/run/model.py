@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from longctx.run.preparation import PreparedRun
 from longctx.sequence.host_tensors import SavedOnHost
 from longctx.sequence.mesh import select_device
 from longctx.settings.machine_checks import check_kernels
-from longctx.settings.run import Run, row_length
+from longctx.settings.run import row_length
 from longctx.training.checkpoint.masters import loaded_in_fp32
 from longctx.training.fingerprint import is_preference
 from longctx.training.objective import Objective
@@ -48,7 +48,7 @@ LAYER_KEYWORDS = ("selective", "whole_layers", "offload")
 def load(prepared: PreparedRun) -> PreTrainedModel:
     """Choose among the attention kernels that were asked for, and read the weights, on all ranks together.
 
-    On FSDP2 weights are on the meta device, except for rank 0's where each rank cannot read its rows alone.
+    On FSDP2, weights are on the meta device, except for rank 0's where ranks cannot read their rows by themselves.
 
     Raises:
         ValueError: if they cannot be read.
@@ -64,28 +64,26 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
         revision=revision,
         quantization=quantization_of(settings),
     )
-    if run.engine != "fsdp2" or settings["load_in_4bit"] or name == TINY:
+    if run.engine != "fsdp2" or name == TINY:
         # Parameters on NVMe are written there while the model is loaded, in the dtype that is trained.
         on_nvme = run.memory_options.offload_param_device == NVME
-        with nullcontext() if on_nvme else loaded_in_fp32(), _loading_quantized(run):
+        with nullcontext() if on_nvme else loaded_in_fp32():
             return on_all_ranks(read)
-    model = on_all_ranks(partial(read, has_values=False))
-    obstacle = obstacle_to_adapting_rows(settings) or on_all_ranks(lambda: obstacle_to_rows(model, name, revision))
-    how = "every rank reads its own rows of the weights"
-    if obstacle is not None:
-        how = f"rank 0 reads all weights and sends the other ranks their rows, since {obstacle}"
-        model = on_all_ranks(lambda: read() if dist.get_rank() == 0 else model)
-    if dist.get_rank() == 0:
+    rank, shards = dist.get_rank(), run.dims.world_size // run.dims.dp_replicate
+    if settings["load_in_4bit"]:
+        how = "every rank reads all weights and keeps its piece of those in 4 bits"
+        with loading_pieces(rank % shards, shards):
+            model = on_all_ranks(read)
+    else:
+        how = "every rank reads its own rows of the weights"
+        model = on_all_ranks(partial(read, has_values=False))
+        obstacle = obstacle_to_adapting_rows(settings) or on_all_ranks(lambda: obstacle_to_rows(model, name, revision))
+        if obstacle is not None:
+            how = f"rank 0 reads all weights and sends the other ranks their rows, since {obstacle}"
+            model = on_all_ranks(lambda: read() if rank == 0 else model)
+    if rank == 0:
         show([Line("loading", how)])
     return model
-
-
-def _loading_quantized(run: Run) -> AbstractContextManager[None]:
-    """Return the context in which 4-bit weights are loaded: on FSDP2, each rank keeps its piece of them."""
-    if not (run.settings["load_in_4bit"] and run.engine == "fsdp2"):
-        return nullcontext()
-    shards = run.dims.world_size // run.dims.dp_replicate
-    return loading_pieces(dist.get_rank() % shards, shards)
 
 
 def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
