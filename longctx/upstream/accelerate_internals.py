@@ -88,11 +88,12 @@ def fsdp2_plugin(accelerator: Accelerator) -> Any | None:
 def allow_meta(accelerator: Accelerator, model: nn.Module) -> None:
     """Let FSDP2 wrap a model with parameters on the meta device, which get their values then.
 
-    accelerate finds the optimizer's parameters by their addresses, and on the meta device all are 0.
+    accelerate finds the optimizer's parameters by their addresses, and on the meta device all are 0. Bytes, which are
+    4-bit weights, get their values elsewhere.
     """
     parameter: Any
     for parameter in model.parameters():
-        if parameter.is_meta:
+        if parameter.is_meta and parameter.is_floating_point():
             parameter.data_ptr = partial(id, parameter)
             accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = True
 
