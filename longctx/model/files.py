@@ -143,9 +143,9 @@ def _check_dtypes(name: str, held: Mapping[str, Held], described: Mapping[str, t
     Buffers, such as masks, may have other types. Their names do not end like those of weights.
     """
     for key, (_, dtype) in sorted(held.items()):
-        if dtype not in _FLOATS and (key in described or key.endswith(".weight")):
+        if dtype not in FLOATS and (key in described or key.endswith(".weight")):
             raise ValueError(
-                f"--model_name_or_path {name}: {key} is of type {dtype} in its files; expected {', '.join(_FLOATS)}. "
+                f"--model_name_or_path {name}: {key} is of type {dtype} in its files; expected {', '.join(FLOATS)}. "
                 "Name the model in floating-point numbers that it was made from."
             )
 
@@ -166,8 +166,8 @@ def _check_shapes(name: str, held: Mapping[str, Held], described: Mapping[str, t
 Held = tuple[Sequence[int], str]
 """The shape and the type of a tensor in a file, as safetensors names it."""
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
-_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in FLOATS.items()}
 
 
 def _tensors(files: Sequence[Path]) -> dict[str, Held]:
