@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
 from tests.small_model import save_small_model
 from tests.training.test_engines_of_models import save_model
 from tests.training.test_training import make_documents, write_jsonl
@@ -137,3 +140,46 @@ def test_rank_0_sends_weights_that_cannot_be_read_by_rows(case, tmp_path):
     assert all(same(rank["chosen"][1], rank["sent"][1]) for rank in ranks)
     if not flags:
         check_against_files([rank["chosen"][1] for rank in ranks], folder, None)
+
+
+def rise_of_host_memory(arguments):
+    """How far this rank's host memory rises while its model is loaded and wrapped, and the size of its shard; bytes."""
+    from longctx.run import fit, load, prepare
+    from longctx.settings.flags import SFT
+    from longctx.settings.launcher import read_profile
+    from longctx.settings.read import parse_flags
+    from longctx.settings.resolve import resolve
+    from longctx.training import trainer as training
+
+    def measure(trainer, nonfinite):
+        shards = [parameter.to_local() for parameter in trainer.model.parameters()]
+        raise _Wrapped(sum(shard.nbytes for shard in shards))
+
+    training.check_before_training = measure
+    prepared = prepare(resolve(parse_flags(arguments, SFT), read_profile(), os.environ))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = host_memory("VmRSS")
+    with pytest.raises(_Wrapped) as wrapped:
+        fit(prepared, load(prepared))
+    return host_memory("VmHWM") - before, wrapped.value.args[0]
+
+
+def host_memory(kind):
+    """Bytes of host memory that this process takes (VmRSS), or has taken at most (VmHWM)."""
+    return int(re.search(rf"{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_rank_takes_little_more_host_memory_than_its_shard(num_ranks, tmp_path):
+    config, folder = tiny_config(), str(tmp_path / "model")
+    config.update({"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 22, "vocab_size": 32000})
+    config.update({"num_attention_heads": 32, "num_key_value_heads": 16, "layer_types": ["full_attention"] * 22})
+    tiny_model(config=config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents([20, 30, 40, 50]))
+    given = [*FLAGS, "--num_processes", str(num_ranks), "--model_name_or_path", folder, "--dataset_name", data]
+    given += ["--output_dir", str(tmp_path / "output")]
+    for rise, shard in run_ranks(num_ranks, f"{__name__}:rise_of_host_memory", given):
+        assert shard > 286e6 * 4 / num_ranks
+        assert rise < 1.2 * shard
