@@ -6,7 +6,6 @@ import datetime
 import json
 import multiprocessing
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -385,8 +384,7 @@ def test_ranks_wait_for_the_first_beyond_the_time_out_and_end_with_it(tmp_path):
 
 def prepare_on_two_nodes(folder, model):
     """Rank 0 on one node, ranks 1 and 2 on another, each with a disk of its own behind the same relative path: what
-    each has prepared, how often it has read the files of model and stream, common ones and its own, and where
-    --save_on_each_node acts."""
+    each has prepared, how often it has read the files of model and stream, and where --save_on_each_node acts."""
     from longctx.ranks.agreement import main_process_first
     from longctx.run.preparation import agree_on_output
     from longctx.training import fingerprint
@@ -412,23 +410,14 @@ def prepare_on_two_nodes(folder, model):
     settings |= {"dataset_streaming": True, "dataset_text_field": "text"}
     read, content_digests = [], fingerprint.content_digests
     fingerprint.content_digests = lambda files: read.append(files) or content_digests(files)
-    config = load_config(model)
-    fingerprint.compare_files(settings, config, StreamedData(rows=None), args)
-    of_common = len(read)
-    main_process_first(lambda: shutil.copytree(model, "model", dirs_exist_ok=True), "cache")
-    fingerprint.compare_files(settings | {"model_name_or_path": "model"}, config, StreamedData(rows=None), args)
+    fingerprint.compare_files(settings, load_config(model), StreamedData(rows=None), args)
 
     def on_each_node(output_dir, asked, best=False):
         args.output_dir, args.save_on_each_node, args.load_best_model_at_end = output_dir, asked, best
         return outcome(agree_on_output, args)[0] or args.save_on_each_node
 
     outputs = on_each_node(f"{folder}/common", True), on_each_node("own", True)
-    return (
-        prepared,
-        (of_common, len(read) - of_common),
-        outputs,
-        (on_each_node("own", False), on_each_node("own", True, best=True)),
-    )
+    return prepared, len(read), outputs, (on_each_node("own", False), on_each_node("own", True, best=True))
 
 
 def test_each_node_prepares_once_where_files_are_not_shared(models, tmp_path):
@@ -438,7 +427,7 @@ def test_each_node_prepares_once_where_files_are_not_shared(models, tmp_path):
     (*first, at), (*second, meanwhile), third = prepared
     assert (first, second, third) == (["made", "0"], ["made", "1"], ("read", "1", None))
     assert max(at[0], meanwhile[0]) < min(at[1], meanwhile[1])  # both at the same time
-    assert read == ((2, 2), (0, 2), (0, 0))  # model and stream: by rank 0 if common, else by each node's first rank
+    assert read == (2, 0, 0)  # model and stream, which all nodes see, by the first rank
     assert set(outputs) == {(False, True)}  # rank 0 writes into a common folder, with the flag too
     for (_, without, _), (_, with_best, _) in refused:
         assert "is not the folder that rank 0 has by that name. Name one on a file system that all nodes" in without
