@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
@@ -25,8 +26,13 @@ from longctx.upstream.deepspeed_internals import stay_on_cpu
 
 
 def start_processes(run: Run) -> None:
-    """Hand the engine to accelerate, and start the process group if there is one."""
+    """Hand the engine to accelerate, and start the process group if there is one.
+
+    As many files may then be open as the system allows: gloo has a connection to every rank.
+    """
     settings = run.settings
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if run.has_group:
         renew_store()
         choose_interface(os.environ)

@@ -67,6 +67,8 @@ def check_folder(folder: Path, *, subfolders: bool = False) -> None:
     if folder.is_dir():
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             path = Path(entry.path)
+            if entry.is_file(follow_symlinks=False):  # as the folder itself says, without a look at the file
+                continue
             if not entry.is_dir():
                 check_file(path)
             elif entry.is_symlink():
