@@ -284,7 +284,7 @@ def _end_with(parent: int) -> None:
 
 def _is_out_of_memory(error: BaseException) -> bool:
     """Nothing is imported for it, as there may be no memory for that; what has torch has this module since its fork."""
-    report = sys.modules.get("longctx.training.peak_memory")
+    report = sys.modules.get("longctx.report.memory_advice")
     return isinstance(error, MemoryError) or (report is not None and report.is_out_of_memory(error))
 
 

@@ -117,7 +117,7 @@ def _train(run: Run, how_to_resume: Callable[[], str]) -> int:
         from longctx.training.beforehand import UntrainableError
         from longctx.training.callbacks import RESUMABLE
         from longctx.training.checkpoint import CheckpointError, NotSavedError
-        from longctx.training.metrics import NonFiniteError
+        from longctx.training.nonfinite import NonFiniteError
 
     try:
         prepared = prepare(run)

@@ -93,11 +93,23 @@ def broadcast_object(value: Result) -> Result:
 
 
 def gather_objects(value: Result) -> list[Result]:
-    """Return every rank's value, by rank. All ranks call it."""
+    """Return every rank's value, by rank. All ranks call it.
+
+    Each rank receives as many bytes from every rank as the largest value has, so keep values small.
+    """
     if not dist.is_initialized():
         return [value]
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, value, group=_host_group(dist.group.WORLD))
+    return ranks
+
+
+def gather_on_first(value: Result) -> list[Result]:
+    """Return every rank's value, by rank, on rank 0, and [] on the others. All ranks call it."""
+    if not dist.is_initialized():
+        return [value]
+    ranks: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
+    dist.gather_object(value, ranks or None, group=_host_group(dist.group.WORLD))
     return ranks
 
 

@@ -25,8 +25,6 @@ SMOOTHED_FROM = 20
 """The fewest steps that have one."""
 MOST_ROWS = 40
 """The most rows of the table of numbers."""
-MOST_RANKS = 64
-"""The most ranks with a line or bar of their own."""
 
 
 def key_numbers(
@@ -38,7 +36,7 @@ def key_numbers(
         return [("steps logged", "0"), *evaluated]
     last = steps[-1]
     after_first = steps[1:] or steps  # the first step includes what is set up once
-    seconds = [sum(map(sum, entry["seconds"].values())) / len(entry["seconds"]["rest"]) for entry in _timed(steps)]
+    seconds = [_total(entry) for entry in _timed(steps)]
     tiles = [
         ("steps", f"{last['step']:,}"),
         ("last loss", f"{last['loss']:.4g}"),
@@ -146,16 +144,22 @@ _NOTES = {
 
 
 def _memory(steps: Sequence[Mapping[str, Any]]) -> str:
-    """Draw a line for each rank. Of many ranks, the fullest stands out."""
+    """Draw a line for each rank, among which the fullest stands out, or the extremes where the log has no ranks."""
     known = [entry for entry in steps if "memory" in entry]
     kind = "allocated" if any("allocated" in entry["memory"] for entry in known) else "host"
-    known = [entry for entry in known if kind in entry["memory"]]
+    known = [entry for entry in known if "gib_max" in entry["memory"].get(kind, ())]  # older ones list ranks alone
     name = f"Peak {'GPU' if kind == 'allocated' else 'host'} memory by rank, GiB"
     if not known:
         return figure(name, line_chart(name, []))
-    last = known[-1]["memory"][kind]["gib_by_rank"]
+    last = known[-1]["memory"][kind].get("gib_by_rank")
+    if not last:
+        extremes = [
+            Series(name, [(entry["step"], entry["memory"][kind][f"gib_{key}"]) for entry in known], look)
+            for name, key, look in (("the fullest rank", "max", "c1"), ("mean", "mean", "c0"), ("lowest", "min", "c5"))
+        ]
+        return figure(name, line_chart(f"{name} over steps", extremes, low=0), extremes)
     fullest = last.index(max(last))
-    ranks = [rank for rank in range(min(len(last), MOST_RANKS)) if rank != fullest]
+    ranks = [rank for rank in range(len(last)) if rank != fullest]
     lines = [Series(f"rank {rank}", _of_rank(known, kind, rank), f"c{rank % 5} thin") for rank in ranks]
     if len(last) > 5:
         lines = [line._replace(look="c5 thin") for line in lines]
@@ -168,39 +172,40 @@ def _memory(steps: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _of_rank(entries: Sequence[Mapping[str, Any]], kind: str, rank: int) -> list[tuple[float, float]]:
-    ranks = ((entry["step"], entry["memory"][kind]["gib_by_rank"]) for entry in entries)
+    ranks = ((entry["step"], entry["memory"][kind].get("gib_by_rank", ())) for entry in entries)
     return [(step, peaks[rank]) for step, peaks in ranks if rank < len(peaks)]
 
 
 def _times(steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Draw where the time went, over the steps and by rank."""
+    """Draw where the time went, over the steps and, where the log has all ranks, by rank."""
     timed = _timed(steps)
-    totals = [sum(map(sum, entry["seconds"].values())) for entry in timed]
-    shares = {
-        part: [(e["step"], sum(e["seconds"][part]) / total) for e, total in zip(timed, totals, strict=True)]
-        for part in PARTS
-    }
+    shares = {part: [(e["step"], e["seconds"][part]["mean"] / _total(e)) for e in timed] for part in PARTS}
     parts = [
         Series(PART_NAMES[part], shares[part], PART_LOOKS[part]) for part in PARTS if any(y for _, y in shares[part])
     ]
     over_steps = area_chart("Where the time went, over steps", [entry["step"] for entry in timed], parts)
-    num_ranks = len(timed[-1]["seconds"]["rest"]) if timed else 0
-    alike = [entry for entry in timed if len(entry["seconds"]["rest"]) == num_ranks]
-    unit, name = next((u for u in _UNITS if sum(totals) > 2 * u[0] * max(num_ranks, 1)), (1, "s"))
+    charts = [figure("Where the time went", over_steps, parts, note=_TIMES_NOTE)]
+    num_ranks = _num_ranks(timed[-1]) if timed else 0
+    if timed and not num_ranks:
+        return charts
+    alike = [entry for entry in timed if _num_ranks(entry) == num_ranks]
+    unit, name = next((u for u in _UNITS if sum(map(_total, timed)) > 2 * u[0]), (1, "s"))
     rows = [
-        (f"rank {rank}", [(PART_LOOKS[p], sum(e["seconds"][p][rank] for e in alike) / unit) for p in PARTS])
-        for rank in range(min(num_ranks, MOST_RANKS))
+        (f"rank {n}", [(PART_LOOKS[p], sum(e["seconds"][p]["by_rank"][n] for e in alike) / unit) for p in PARTS])
+        for n in range(num_ranks)
     ]
-    notes = []
-    if num_ranks > MOST_RANKS:
-        notes.append(f"The first {MOST_RANKS} of {num_ranks} ranks.")
-    if len(alike) < len(timed):
-        notes.append(f"The {len(alike)} logged steps with {num_ranks} ranks.")
+    note = f"The {len(alike)} logged steps with {num_ranks} ranks." if len(alike) < len(timed) else ""
     by_rank = bar_chart("Where the time went, by rank", rows, name)
-    return [
-        figure("Where the time went", over_steps, parts, note=_TIMES_NOTE),
-        figure("Where the time went, by rank", by_rank, parts, note=" ".join(notes)),
-    ]
+    return [*charts, figure("Where the time went, by rank", by_rank, parts, note=note)]
+
+
+def _num_ranks(entry: Mapping[str, Any]) -> int:
+    return min(len(entry["seconds"][part].get("by_rank", ())) for part in PARTS)
+
+
+def _total(entry: Mapping[str, Any]) -> float:
+    """Return the seconds of an entry, as a mean over the ranks."""
+    return sum(entry["seconds"][part]["mean"] for part in PARTS)
 
 
 _TIMES_NOTE = (
@@ -273,7 +278,8 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _timed(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [entry for entry in steps if any(map(sum, entry.get("seconds", {}).values()))]
+    timed = [entry for entry in steps if all("mean" in entry.get("seconds", {}).get(part, ()) for part in PARTS)]
+    return [entry for entry in timed if _total(entry)]
 
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))

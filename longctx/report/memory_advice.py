@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -10,21 +11,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from longctx.attention.choice import arrangements, choose_backend, chunking_backend
+from longctx.forecast.closed_form import max_length, predict, reach
 from longctx.forecast.hardware import address_room, available_host_memory, host_bytes
 from longctx.forecast.memory_presets import CHUNK_TOKENS, memory_flags, prefers_ulysses
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
+from longctx.launch.terminal import token_label
 from longctx.sequence.mesh import ParallelDims
 from longctx.settings.run import Run
-from longctx.training.peak_memory import (
-    PeakMemory,
-    describe_reach,
-    is_first_to_say,
-    is_out_of_memory,
-    suggest_savings,
-)
+from longctx.training.peak_memory import GIB, PeakMemory
+
+DIGITS = 2
+"""Significant digits of predicted lengths, which are no more exact."""
 
 MEMORY_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "--memory longest": {"memory": "longest"},
@@ -48,7 +49,42 @@ def describe_memory(run: Run, peak: PeakMemory, longest_row: int, model: torch.n
         longest_row: tokens of the longest micro-batch, padding included.
     """
     setup = replace(_setup(run), model=ModelSizes.of_model(model))
-    return [*peak.describe(), describe_reach(setup, peak, longest_row // setup.num_rows)]
+    lines = []
+    for kind, of in peak.to_dict().items():
+        if kind != "allocation_retries":
+            lines.append(
+                f"{kind:9} {of['gib_max']:.2f} GiB at most, on rank {of['rank_of_max']}; {of['gib_min']:.2f} at "
+                f"least; {of['gib_mean']:.2f} on average"
+            )
+    return [*lines, describe_reach(setup, peak, longest_row // setup.num_rows)]
+
+
+def describe_reach(setup: MemorySetup, peak: PeakMemory, length: int) -> str:
+    """Return the run's last line: `peak 41.2 of 80.0 GiB on rank 3; these settings reach about 1.9M tokens`.
+
+    Args:
+        peak: peak of a run whose longest micro-batch had rows of `length` tokens on average; the closed form's
+            difference between lengths is added to it.
+    """
+    predicted, node = predict(setup, length), peak.of_fullest_node(setup.ranks_per_node)
+    device_total, host_total = min(peak.device_total), min(peak.host_total)
+    longest = reach(
+        setup,
+        device_total,
+        host_total,
+        beside_device=max(peak.allocated) - predicted.allocated_bytes,
+        beside_host=node - predicted.host_bytes,
+    )
+    reached = f"these settings reach about {token_label(longest.length, DIGITS)} tokens"
+    on_host = f"{node / GIB:.1f} of {host_total / GIB:.1f} GiB of host memory"
+    if not peak.has_devices:
+        ranks = f", by the {setup.ranks_per_node} ranks of a machine" if setup.ranks_per_node > 1 else ""
+        return f"peak {on_host}{ranks}; {reached}"
+    rank = peak.allocated.index(max(peak.allocated))
+    on_device = f"peak {max(peak.allocated) / GIB:.1f} of {device_total / GIB:.1f} GiB on rank {rank}"
+    if longest.binds == "host":
+        return f"{on_device}, {on_host}; {reached}, where host memory is full"
+    return f"{on_device}; {reached}"
 
 
 @contextmanager
@@ -65,6 +101,32 @@ def out_of_memory_explained(run: Run) -> Iterator[None]:
         if is_out_of_memory(error) and is_first_to_say():
             error.add_note(_advice(run, setup, room))
         raise
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or one of its causes, says that device or host memory is full."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(seen, RuntimeError) and _SAYS_OUT_OF_MEMORY.search(str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+_SAYS_OUT_OF_MEMORY = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA.*out of memory|bad_alloc"
+)
+
+
+def is_first_to_say() -> bool:
+    """Whether no other rank ran out of memory before; true for all if they cannot communicate."""
+    if not dist.is_initialized():
+        return True
+    with suppress(RuntimeError):  # the store ended with its rank
+        return dist.distributed_c10d._get_default_store().add("longctx/out of memory", 1) == 1
+    return True
 
 
 def _host_room() -> int:
@@ -136,3 +198,39 @@ def _spread(setup: MemorySetup) -> dict[str, MemorySetup]:
         engine="fsdp2" if setup.engine == "none" else setup.engine,
     )
     return {f"--sp {sp}" + (f", on {spread.world_size} devices" if more > 1 else ""): spread}
+
+
+def suggest_savings(
+    setup: MemorySetup,
+    length: int,
+    device_bytes: float,
+    host_bytes: float,
+    memory_options: Mapping[str, MemorySetup],
+) -> str:
+    """Return advice for an out-of-memory error: the largest consumers, and the memory options by effect.
+
+    Args:
+        length: tokens of a row.
+        device_bytes, host_bytes: memory for the step on one GPU (ignored on the CPU) and on one node.
+        memory_options: flags that can be added -> the set-up with them.
+    """
+    peak = predict(setup, length)
+    taken, place = (peak.host, "host memory") if setup.is_cpu else (peak.device, "a GPU")
+    largest = sorted(taken.items(), key=lambda item: -item[1])[:4]
+    fits = max_length(setup, device_bytes, host_bytes)
+    lengths = {flags: max_length(changed, device_bytes, host_bytes) for flags, changed in memory_options.items()}
+    helpful = sorted((flags for flags in lengths if lengths[flags] > 1.02 * fits), key=lambda flags: -lengths[flags])
+    room = f"{host_bytes / GIB:.1f} GiB of host memory"
+    if not setup.is_cpu:
+        room = f"{device_bytes / GIB:.1f} GiB of a GPU and {room}"
+    rank = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
+    return "\n".join(
+        [
+            f"longctx: out of memory{rank}, with sequences of {length:,} tokens, {setup.local_tokens(length):,.0f} of "
+            "them a rank. What would have helped, all predicted:",
+            f"longctx: largest   {', '.join(f'{name} {size / GIB:.2f}' for name, size in largest)} GiB of {place}",
+            f"longctx: as it is  sequences of about {token_label(fits, DIGITS)} tokens, in {room}",
+            *(f"longctx: add       {flags}: about {token_label(lengths[flags], DIGITS)}" for flags in helpful),
+            "longctx: or        a shorter --max_length" if fits else "longctx: or        more devices, a smaller model",
+        ]
+    )

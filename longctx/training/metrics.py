@@ -1,16 +1,10 @@
-"""Metrics of each logging step, exact over all ranks and micro-batches since the one before.
-
-Also reports of steps whose gradient is NaN or infinite, with their documents.
-"""
+"""Metrics of each logging step, exact over all ranks and micro-batches since the one before."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +20,7 @@ from longctx.model.recurrent import recurrent_sizes
 from longctx.regions import PARTS, clock
 from longctx.sequence.host_tensors import send
 from longctx.sequence.shard import Shard
-from longctx.training.peak_memory import GIB, PeakMemory
+from longctx.training.peak_memory import GIB, PeakMemory, of_ranks
 
 
 class StepMetrics:
@@ -50,16 +44,8 @@ class StepMetrics:
         Args:
             extra: names of further sums, which `add` is given and `read` puts into `totals`.
         """
-        self._names = (
-            "tokens",
-            "padded_tokens",
-            "label_tokens",
-            "correct",
-            "entropy",
-            "repeated_tokens",
-            *extra,
-            "work",
-        )
+        names = ("tokens", "padded_tokens", "label_tokens", "correct", "entropy", "repeated_tokens")
+        self._names = (*names, *extra, "work")
         self.totals: dict[str, float] = {}
         """All sums by name, over all ranks, between the last two readings."""
         self.experts = None if routers is None else ExpertLoad(routers, device)
@@ -74,8 +60,9 @@ class StepMetrics:
         """Tokens of the longest micro-batch so far, padding included; over all ranks after `read`."""
         self.peak_memory: PeakMemory | None = None
         """Peaks of all ranks at the last reading."""
-        self.seconds: dict[str, list[float]] = {}
-        """Seconds of each of PARTS on all ranks, between the last two readings."""
+        self.details: dict[str, Any] = {}
+        """What the last reading found of ranks and of layers, as in trainer_state.json: `memory`, `seconds`,
+        `experts`."""
         self.sums = torch.zeros(len(self._names), dtype=torch.float64)
         self.start()
 
@@ -132,22 +119,30 @@ class StepMetrics:
             "longest_row": self.longest_row,
             "elapsed": time.perf_counter() - self._started,
             "seconds": clock.read(),
-            **({} if self.experts is None else {"experts": self.experts.sums.tolist()}),
+            **({} if self.experts is None else {"aux_loss": self.experts.shares.tolist()}),
         }
 
-    def load_state_dicts(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> None:
-        """Restore what `state_dict` returned on every rank; with another number of ranks, rank 0 takes all sums."""
-        if len(states) == _world_size():
-            sums = torch.tensor(states[rank]["sums"], dtype=torch.float64)
-            before = states[rank]
-        else:
-            sums = torch.tensor([state["sums"] for state in states], dtype=torch.float64).sum(0) * (rank == 0)
-            before = states[0]
+    def expert_load(self) -> list[list[float]]:
+        """Return the sums of each router's tokens for each expert over all ranks, which call it together."""
+        return [] if self.experts is None else _sum(self.experts.load).tolist()
+
+    def load_state_dicts(
+        self, states: Sequence[Mapping[str, Any]], expert_load: Sequence[Sequence[float]], *, rank: int
+    ) -> None:
+        """Restore what `state_dict` returned on every rank, and `expert_load`.
+
+        With another number of ranks, rank 0 takes all sums; it always takes the experts', which are whole numbers.
+        """
+        same = len(states) == (dist.get_world_size() if dist.is_initialized() else 1)
+        sums = torch.tensor([[*state["sums"], *state.get("aux_loss", ())] for state in states], dtype=torch.float64)
+        own = sums[rank] if same else sums.sum(0) * (rank == 0)
+        before = states[rank if same else 0]
         self._started = time.perf_counter() - before.get("elapsed", 0.0)
         clock.reset(before.get("seconds"))
-        self.sums = sums
-        if self.experts is not None and all("experts" in state for state in states):
-            self.experts.restore([state["experts"] for state in states], rank)
+        self.sums = own[: len(self._names)]
+        if self.experts is not None:
+            self.experts.shares.copy_(own[len(self._names) :])
+            self.experts.load.copy_(torch.tensor(expert_load, dtype=torch.float64) * (rank == 0))
         self.total_tokens = states[0]["total_tokens"]
         self.longest_row = max(state["longest_row"] for state in states)
 
@@ -174,8 +169,12 @@ class StepMetrics:
         own = send(torch.tensor([parts[part] for part in PARTS], dtype=torch.float64), self.device)
         values, memory = self._gather_with_memory(torch.cat((self.sums, own)))
         ranks, of_parts = values.tensor_split((len(self._names),), dim=1)
-        self.seconds = dict(zip(PARTS, of_parts.T.tolist(), strict=True))
-        shares = {part: sum(times) / (float(of_parts.sum()) or 1.0) for part, times in self.seconds.items()}
+        times = dict(zip(PARTS, of_parts.T.tolist(), strict=True))
+        shares = {part: sum(times[part]) / (float(of_parts.sum()) or 1.0) for part in PARTS}
+        experts = {} if self.experts is None else self.experts.read()
+        self.details = {"memory": memory.to_dict(), "seconds": {part: of_ranks(times[part]) for part in PARTS}}
+        if self.experts is not None:
+            self.details["experts"] = self.experts.of_layers
         self.totals = total = dict(zip(self._names, ranks.sum(0).tolist(), strict=True))
         work = ranks[:, -1]
         self.total_tokens += round(total["tokens"] + total["repeated_tokens"])
@@ -199,7 +198,7 @@ class StepMetrics:
             "data_fraction": shares["data"],
             "attention_fraction": shares["attention"],
             "communication_fraction": shares["communication"],
-            **({} if self.experts is None else self.experts.read()),
+            **experts,
         }
 
     def read_memory(self) -> PeakMemory:
@@ -223,36 +222,32 @@ class ExpertLoad:
 
     def __init__(self, routers: Routers, device: torch.device):
         self._routers = routers
-        num_routers, num_experts = routers.shape
-        self.sums = torch.zeros(num_routers * num_experts + 2, dtype=torch.float64, device=device)
+        self.load = torch.zeros(routers.shape, dtype=torch.float64, device=device)
+        """[L, E]: the tokens that each router has sent to each expert on this rank."""
+        self.shares = torch.zeros(2, dtype=torch.float64, device=device)
+        """This rank's part of the auxiliary loss and of the steps."""
         self.of_layers: dict[str, list[float]] = {}
         """By layer at the last reading: the load of its busiest expert over the mean, and the share of its experts that
         no token used."""
 
     def add(self) -> None:
         """Count the micro-batch of the model's last forward pass, whose loss has been made."""
-        shares = self._routers.shares
-        self.sums[:-2] += self._routers.latest.load.flatten()
-        if shares is not None:
-            self.sums[-2:] += shares
-
-    def restore(self, ranks: Sequence[Sequence[float]], rank: int) -> None:
-        """Restore `sums` from those of every rank; with another number of ranks, rank 0 takes all."""
-        sums = torch.tensor(ranks, dtype=torch.float64)
-        own = sums[rank] if len(ranks) == _world_size() else sums.sum(0) * (rank == 0)
-        self.sums = own.to(self.sums.device)
+        self.load += self._routers.latest.load
+        if self._routers.shares is not None:
+            self.shares += self._routers.shares
 
     def read(self) -> dict[str, float | None]:
         """Return the log's values since the last call: means over steps. Called by all ranks together."""
-        sums, self.sums = self.sums, torch.zeros_like(self.sums)
-        if dist.is_initialized():
-            dist.all_reduce(sums)
-        load, (aux_loss, steps) = sums[:-2].view(self._routers.shape).cpu(), sums[-2:].tolist()
+        load, shares = _sum(torch.cat((self.load.flatten(), self.shares))).cpu().split((self.load.numel(), 2))
+        load, (aux_loss, steps) = load.view(self._routers.shape), shares.tolist()
+        self.load.zero_()
+        self.shares.zero_()
         sizes = torch.tensor(self._routers.num_experts, dtype=torch.float64)
         means = load.sum(1) / sizes
         over_mean = torch.where(means > 0, load.amax(1) / means, 1.0)
         used = (load > 0).sum(1) / sizes
-        self.of_layers = {"max_over_mean": over_mean.tolist(), "unused_fraction": (1 - used).tolist()}
+        of_layers = {"max_over_mean": over_mean, "unused_fraction": 1 - used}
+        self.of_layers = {name: [round(value, 4) for value in of.tolist()] for name, of in of_layers.items()}
         return {
             **({"aux_loss": aux_loss / steps if steps else 0.0} if self._routers.coefficient else {}),
             "expert_load_imbalance": float(over_mean.max()),
@@ -305,21 +300,25 @@ class TokenMeans:
         }
         if self._routers is None:
             return means
-        aux_loss = self._routers.loss_of(*_gather(self._experts).sum(0))
+        aux_loss = self._routers.loss_of(*_sum(self._experts))
         return means | {"loss": means["loss"] + self._routers.coefficient * aux_loss, "aux_loss": aux_loss}
 
 
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def _gather(values: Tensor) -> Tensor:
-    """Gather [n, ...] of every rank to [world, n, ...]."""
+    """Gather [n] of every rank to [world, n]."""
     if not dist.is_initialized():
         return values[None]
-    ranks = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(ranks, values)
-    return torch.stack(ranks)
+    ranks = values.new_empty(dist.get_world_size(), len(values))
+    dist.all_gather([*ranks], values)
+    return ranks
+
+
+def _sum(values: Tensor) -> Tensor:
+    """Return the sums of values of any shape over all ranks."""
+    total = values.clone()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total
 
 
 def _peak_flops(device_name: str, config: PretrainedConfig) -> float | None:
@@ -331,44 +330,3 @@ def _peak_flops(device_name: str, config: PretrainedConfig) -> float | None:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-NON_FINITE_FILE = "nonfinite.jsonl"
-"""File in output_dir with a line for each such step."""
-
-NON_FINITE_REMEDY = (
-    "Look at these documents; lower --learning_rate; or leave such steps out with --on_nonfinite skip. Weights and "
-    "checkpoints are those of the steps before it."
-)
-_SHOWN = 8
-
-
-class NonFiniteError(ValueError):
-    """Raised on every rank for NaN or infinite gradients or weights."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NonFinite:
-    """A step whose gradient is NaN or infinite."""
-
-    step: int
-    """Number of the step, counted from 1 as in the log."""
-    grad_norm: str
-    """`nan` or `inf`."""
-    rows: list[int] | None
-    """Row numbers of all ranks and micro-batches; None for a stream."""
-    documents: list[int] | None
-    """Document numbers in these rows, from 0 in data set order after --shuffle_dataset."""
-
-    def append_to(self, path: Path) -> None:
-        """Append the step to a file as a line of JSON."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(json.dumps(asdict(self)) + "\n")
-
-    def __str__(self) -> str:
-        of = "of a stream"
-        if self.documents is not None:
-            more = f" and {len(self.documents) - _SHOWN} more" if len(self.documents) > _SHOWN else ""
-            of = f"with documents {', '.join(map(str, self.documents[:_SHOWN]))}{more}"
-        return f"the gradient of step {self.step}, {of}, has the norm {self.grad_norm}"

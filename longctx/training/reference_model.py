@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -23,13 +24,14 @@ from torch.distributed.fsdp import FSDPModule
 from longctx.data.contents import cache_folder, cache_key
 from longctx.launch.console import Line, show
 from longctx.packing import PairedDataset
-from longctx.ranks.agreement import broadcast_object, gather_objects
+from longctx.ranks.agreement import broadcast_object
 from longctx.ranks.watchdog import phase
+from longctx.sequence.checks import host_group
 from longctx.sequence.shard import Shard
 from longctx.settings.dpo import uses_reference
 from longctx.training.data_order import StepSampler
 from longctx.training.fingerprint import column_arrays, digest
-from longctx.training.metrics import NonFiniteError
+from longctx.training.nonfinite import NonFiniteError
 from longctx.training.preference import PreferenceLoss
 from longctx.untrusted.files import written_whole
 
@@ -104,7 +106,8 @@ class ReferencedPreferenceLoss(PreferenceLoss):
 
     def _compute(self, trainer: Any, model: nn.Module, rows: PairedDataset) -> NDArray[np.float64]:
         dims, rank = trainer.sequence.dims, trainer.sequence.rank
-        loader = trainer.loader_of(rows, self._order(trainer, rows, dims.dp_rank(rank)))
+        order = self._order(trainer, rows, dims.dp_rank(rank))
+        loader = trainer.loader_of(rows, order)
         was_training = model.training
         model.eval()
         with trainer.step_metrics.paused(), adapters_off(trainer.accelerator.unwrap_model(model)):
@@ -113,12 +116,12 @@ class ReferencedPreferenceLoss(PreferenceLoss):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # the root is left whole, and a checkpoint is read into shards
-        of_ranks = gather_objects(sums if dims.sp_rank(rank) == 0 else [])[:: dims.sp]
         result = np.zeros((len(rows.kept), 2))
-        for dp_rank, batches in enumerate(of_ranks):
-            for of_batch, values in zip(self._order(trainer, rows, dp_rank), batches, strict=True):
-                pairs = [int(pair) for pack in of_batch for pair in rows.packing.documents(pack)]
-                result[pairs] = values
+        for of_batch, values in zip(order, sums, strict=True) if dims.sp_rank(rank) == 0 else ():
+            pairs = [int(pair) for pack in of_batch for pair in rows.packing.documents(pack)]
+            result[pairs] = values
+        if dist.is_initialized():  # a pair is 0 on all ranks but one
+            dist.all_reduce(torch.from_numpy(result), group=host_group(dist.group.WORLD))
         return result
 
     @phase("reference")

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -60,9 +59,9 @@ from longctx.training.callbacks import (
 from longctx.training.data_order import MicroBatch, ShardCollator, StepSampler, StepStream, StreamCollator
 from longctx.training.engines import saved_buffers_handed_on
 from longctx.training.evaluation import EvaluatingMixin
-from longctx.training.metrics import NON_FINITE_FILE, NON_FINITE_REMEDY, NonFinite, NonFiniteError, StepMetrics
+from longctx.training.metrics import StepMetrics
+from longctx.training.nonfinite import meet_nonfinite
 from longctx.training.objective import Objective
-from longctx.training.peak_memory import MemoryWarnings
 from longctx.training.progress import print_lines
 from longctx.training.schedule import add_defaults
 from longctx.upstream.accelerate_internals import allow_meta, fsdp2_plugin, keep_sums_in_fp32, save_whole_models
@@ -137,7 +136,8 @@ class SequenceMixin(EvaluatingMixin):
         """The epoch's next step, once it is read, as of `_read_step`."""
         self._uncounted: list[Shard] = []
         """The micro-batches of a step that has begun, before their routers' choices are counted."""
-        self._memory_warnings = MemoryWarnings()
+        self._warned: set[str] = set()
+        """Names of the warnings of memory that were given, each of which is given once."""
         self._outputs_checked = False
         self._weights: Any = None
         """Has the model's `parameters`, listed once, so that clipping does not search all modules in every step."""
@@ -243,33 +243,8 @@ class SequenceMixin(EvaluatingMixin):
         """Return the norm, the same on all ranks, after handling a NaN or infinite one before the weights change."""
         norm = float(super()._get_grad_norm(model, grad_norm))  # the one wait of the host for the device in a step
         if not math.isfinite(norm):
-            self._meet_nonfinite(model, norm)
+            meet_nonfinite(self, model, norm)
         return norm
-
-    def _meet_nonfinite(self, model: nn.Module, grad_norm: float) -> None:
-        """Record the step, and raise NonFiniteError or skip it; DeepSpeed skips it by itself."""
-        met = NonFinite(step=self.state.global_step + 1, grad_norm=str(grad_norm), **self._documents_of_step())
-        path = Path(self.args.output_dir) / NON_FINITE_FILE
-        if self.args.should_save:
-            met.append_to(path)
-        if self.on_nonfinite == "stop":
-            raise NonFiniteError(f"{met}; it is written to {path}. {NON_FINITE_REMEDY}")
-        if self.args.should_save:
-            warnings.warn(f"{met}: the step is left out; see {path}", stacklevel=2)
-        if not self.is_deepspeed_enabled:
-            model.zero_grad()  # the optimizer skips weights without a gradient
-
-    def _documents_of_step(self) -> dict[str, list[int] | None]:
-        """Return the numbers of the current step's rows and documents in the data set; None for a stream."""
-        if isinstance(self.train_dataset, PackedStream):
-            return {"rows": None, "documents": None}
-        sampler = self.step_sampler(dp_rank=0)
-        epoch, step = divmod(self.state.global_step, sampler.num_steps)
-        sampler.set_epoch(epoch)
-        rows = next(islice(sampler.steps(), step, None)).tolist()
-        packing = getattr(self.train_dataset, "packing", None)
-        documents = rows if packing is None else [int(n) for row in rows for n in packing.documents(row)]
-        return {"rows": rows, "documents": documents}
 
     def step_sampler(self, dp_rank: int) -> StepSampler:
         """Return the row numbers that data-parallel rank `dp_rank` reads."""
@@ -399,18 +374,15 @@ class SequenceMixin(EvaluatingMixin):
         logs.update({name: value for name, value in numbers.items() if value is not None})
         memory = self.step_metrics.peak_memory
         assert memory is not None, "read with the other numbers"
-        for message in self._memory_warnings.new(memory):
-            warnings.warn(message, stacklevel=2)
+        for name, message in memory.warnings():
+            if name not in self._warned:
+                self._warned.add(name)
+                warnings.warn(message, stacklevel=2)
         super().log(logs, start_time)
         # Only trainer_state.json gets what is not a number: --report_to's integrations would warn of it in every step.
         entry = self.state.log_history[-1]
         entry.update({name: None for name, value in numbers.items() if value is None})
-        entry["memory"] = memory.to_dict()
-        entry["seconds"] = {
-            part: [round(seconds, 4) for seconds in ranks] for part, ranks in self.step_metrics.seconds.items()
-        }
-        if (experts := self.step_metrics.experts) is not None:
-            entry["experts"] = {name: [round(value, 4) for value in of] for name, of in experts.of_layers.items()}
+        entry.update(self.step_metrics.details)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Finish with the mean over all ranks of the loss since the last log; transformers would take this rank's."""

@@ -204,5 +204,5 @@ def test_sums_of_another_number_of_ranks_are_gone_on_with_once(rank, tokens):
     metrics = StepMetrics(sp=1, sp_rank=0, config=tiny_config(), flops_per_token=1, device=torch.device("cpu"))
     before = {"total_tokens": 100, "longest_row": 8}
     states = [before | {"sums": [number, 8, 0, 0, 0, 0, 0]} for number in (7, 5)]
-    metrics.load_state_dicts(states, rank=rank)
+    metrics.load_state_dicts(states, [], rank=rank)
     assert metrics.tokens_so_far() == tokens

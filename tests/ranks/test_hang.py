@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from longctx.ranks import agreement
-from longctx.ranks.agreement import broadcast_object, gather_objects
+from longctx.ranks.agreement import broadcast_object, gather_objects, gather_on_first
 from longctx.ranks.watchdog import LEAVE_SECONDS, Position, _stack, current_watchdog, limit_waiting, phase, speaks_after
 from tests.workers import run_ranks
 
@@ -95,7 +95,7 @@ def objects_over_nccl():
     """The groups that objects travel in, over a group that is said to be one of NCCL alone; and what arrives."""
     dist.get_backend_config = lambda group=None: NCCL_ALONE
     groups = []
-    for name in ("all_gather_object", "broadcast_object_list"):
+    for name in ("all_gather_object", "gather_object", "broadcast_object_list"):
         call = getattr(dist, name)
 
         def recorded(*arguments, call=call, group=None):
@@ -103,14 +103,17 @@ def objects_over_nccl():
             return call(*arguments, group=group)
 
         setattr(dist, name, recorded)
-    arrived = gather_objects(dist.get_rank()), gather_objects("x"), broadcast_object(f"of {dist.get_rank()}")
+    rank = dist.get_rank()
+    arrived = gather_objects(rank), gather_objects("x"), gather_on_first(rank), broadcast_object(f"of {rank}")
     assert len(set(groups)) == 1
     assert groups[0] is not dist.group.WORLD
     return dist.get_backend(groups[0]), arrived
 
 
 def test_objects_do_not_travel_through_gpu_memory():
-    assert run_ranks(2, f"{__name__}:objects_over_nccl") == [("gloo", ([0, 1], ["x", "x"], "of 0"))] * 2
+    assert run_ranks(2, f"{__name__}:objects_over_nccl") == [
+        ("gloo", ([0, 1], ["x", "x"], on_first, "of 0")) for on_first in ([0, 1], [])
+    ]
 
 
 def test_objects_go_over_the_group_itself_where_it_has_a_cpu(monkeypatch):

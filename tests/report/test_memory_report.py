@@ -23,13 +23,19 @@ from longctx.forecast.hardware import host_bytes
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.launch.terminal import token_label
-from longctx.model.tiny import tiny_config
-from longctx.report.memory_advice import MEMORY_OPTIONS, out_of_memory_explained
+from longctx.model.tiny import tiny_config, tiny_model
+from longctx.report.memory_advice import (
+    MEMORY_OPTIONS,
+    describe_memory,
+    describe_reach,
+    is_out_of_memory,
+    out_of_memory_explained,
+)
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.training.metrics import StepMetrics
-from longctx.training.peak_memory import GIB, MemoryWarnings, PeakMemory, describe_reach, is_out_of_memory
+from longctx.training.peak_memory import GIB, PeakMemory
 from tests.workers import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -97,15 +103,12 @@ def test_on_a_cpu_all_ranks_of_a_machine_share_its_memory(setup) -> None:
 # Peaks of the ranks
 
 
-def test_warnings_come_once() -> None:
-    warnings = MemoryWarnings()
-    assert not list(warnings.new(peaks([40 * GIB, 43 * GIB], [GIB, GIB])))  # 4% above the mean
-    assert not list(warnings.new(peaks([GIB // 100, GIB // 5], [GIB, GIB])))  # nothing much
-    [uneven] = warnings.new(peaks([40 * GIB, 60 * GIB], [GIB, GIB]))
-    assert "rank 1 took 60.0 GiB, 20% above the mean of 50.0" in uneven
-    [retried] = warnings.new(peaks([40 * GIB, 60 * GIB], [GIB, GIB], retries=3))
-    assert "tried again 3 times" in retried
-    assert not list(warnings.new(peaks([40 * GIB, 60 * GIB], [GIB, GIB], retries=4)))
+def test_uneven_memory_and_retries_are_warned_of() -> None:
+    assert not list(peaks([40 * GIB, 43 * GIB], [GIB, GIB]).warnings())  # 4% above the mean
+    assert not list(peaks([GIB // 100, GIB // 5], [GIB, GIB]).warnings())  # nothing much
+    uneven, retried = peaks([40 * GIB, 60 * GIB], [GIB, GIB], retries=3).warnings()
+    assert "rank 1 took 60.0 GiB, 20% above the mean of 50.0" in uneven[1]
+    assert "tried again 3 times" in retried[1]
 
 
 def test_this_process_is_measured() -> None:
@@ -149,12 +152,16 @@ def test_ranks_are_told_apart_and_one_says_what_helps() -> None:
     assert num_gathers == 1
     assert longest_row == 200
     logged = peak.to_dict()["host"]
-    assert (logged["rank_of_max"], logged["rank_of_min"]) == (1, 0)
+    assert logged["rank_of_max"] == 1
     assert logged["gib_by_rank"][1] - logged["gib_by_rank"][0] == pytest.approx(600 / 1024, rel=0.2)
     assert values["peak_host_memory_gib_max"] == pytest.approx(peak.host[1] / GIB)
     assert values["peak_memory_gib_max"] is values["peak_memory_gib_min"] is None
-    assert peak.describe()[0].startswith(f"host      {peak.host[1] / GIB:.2f} GiB at most, on rank 1; ")
-    assert next(MemoryWarnings().new(peak)).startswith("host memory is uneven: rank 1 took ")
+    first, _ = describe_memory(resolved("--sp", str(SP)), peak, longest_row, tiny_model())
+    assert first == (
+        f"host      {peak.host[1] / GIB:.2f} GiB at most, on rank 1; {peak.host[0] / GIB:.2f} at least; "
+        f"{sum(peak.host) / 2 / GIB:.2f} on average"
+    )
+    assert next(peak.warnings())[1].startswith("host memory is uneven: rank 1 took ")
     assert sorted(map(len, (notes, other_notes))) == [0, 1]
     assert re.search(r"out of memory on rank [01], with sequences of 65,536 tokens", (notes + other_notes)[0])
 

@@ -15,6 +15,7 @@ from longctx.regions import PARTS
 from longctx.report import svg as charts
 from longctx.report.charts import MOST_ROWS, all_charts
 from longctx.report.page import HIDDEN, RunReport, without_secrets
+from longctx.training.peak_memory import of_ranks
 
 TOKEN = "hf_NoSuchTokenNoSuchTokenNoSuchToken"
 
@@ -82,8 +83,8 @@ def test_secrets_of_a_command_line():
 
 
 def test_a_page_of_a_long_run_on_many_ranks_is_short():
-    seconds = {part: [0.1 + rank / 100 for rank in range(100)] for part in PARTS}
-    memory = {"allocated": {"gib_by_rank": [30 + rank / 10 for rank in range(100)]}}
+    seconds = {part: of_ranks([0.1 + rank / 100 for rank in range(100)]) for part in PARTS}
+    memory = {"allocated": of_ranks([30 + rank / 10 for rank in range(100)], "gib_")}
     history = [
         {"step": step, "loss": 5 / step, "memory": memory, "seconds": seconds, "tokens_per_second": 1e5}
         for step in range(1, 3001)
@@ -95,7 +96,9 @@ def test_a_page_of_a_long_run_on_many_ranks_is_short():
     page = Page(html)
     assert page.tags.count("tr") <= MOST_ROWS + 10
     assert f"Every {-(-3000 // MOST_ROWS)}th of 3,000 logged steps" in html
-    assert "The first 64 of 100 ranks." in html
+    assert {"the fullest rank", "mean", "lowest"} <= set(page.text)
+    assert "Where the time went" in page.text
+    assert "Where the time went, by rank" not in page.text
     assert "nan" not in " ".join(re.findall(r'points="[^"]*"', html))
     loss = re.search(r"<title>Loss over steps</title>.*?</svg>", html)[0]
     highest = min(float(y) for y in re.findall(r",([\d.]+)", re.search(r'points="([^"]+)"', loss)[1]))
@@ -108,7 +111,7 @@ def test_where_the_time_went_is_a_mean_in_a_long_run():
         {
             "step": step,
             "loss": 1.0,
-            "seconds": {part: [float(part == ("attention", "rest")[step % 2])] for part in PARTS},
+            "seconds": {part: of_ranks([float(part == ("attention", "rest")[step % 2])]) for part in PARTS},
         }
         for step in range(4 * charts.MOST_POINTS)
     ]
@@ -117,6 +120,16 @@ def test_where_the_time_went_is_a_mean_in_a_long_run():
     heights = [sorted({float(y) for y in re.findall(r",([\d.]+)", area)}) for area in areas]
     assert [len(both) for both in heights] == [2, 2]
     assert heights[0][0] == heights[1][1] == pytest.approx((heights[0][1] + heights[1][0]) / 2, abs=0.1)
+
+
+@pytest.mark.parametrize("seconds", [{}, {"rest": {"mean": 1.0}}, {part: [1.0, 2.0] for part in PARTS}])
+@pytest.mark.parametrize("host", [{}, {"gib_by_rank": []}, {"gib_by_rank": [1.0, 2.0], "rank_of_max": 1}])
+def test_a_page_leaves_out_what_the_log_lacks(seconds, host):
+    """Entries of earlier releases listed the ranks; those of the step after it are drawn."""
+    later = {"seconds": {part: of_ranks([1.0]) for part in PARTS}, "memory": {"host": of_ranks([3.0], "gib_")}}
+    history = [{"step": 1, "loss": 2.0, "seconds": seconds, "memory": {"host": host}}, {"step": 2, "loss": 1.0} | later]
+    assert "Where the time went, by rank" in Page(report(history=history).html()).text
+    assert "Peak host memory by rank, GiB" in Page(report(history=history[:1]).html()).text
 
 
 def test_a_page_of_an_evaluation_alone_has_its_loss():

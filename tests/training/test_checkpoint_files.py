@@ -10,7 +10,7 @@ import torch
 
 from longctx.training.checkpoint.files import CheckpointError, make_partial, take_place, writing
 from longctx.training.checkpoint.folder import checkpoints, rotate
-from longctx.training.checkpoint.shards import parameter_shards
+from longctx.training.checkpoint.shards import ParameterShard, parameter_shards
 from longctx.training.checkpoint.states import StateReader, write_states
 
 
@@ -38,6 +38,39 @@ def test_ranges_of_any_size_come_together(tmp_path):
     (tmp_path / "states-00001-000.safetensors").unlink()
     with pytest.raises(CheckpointError, match="lacks elements 11 to 35 of weight of weight"):
         StateReader(tmp_path).fill(weight)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "opened"),
+    [(6, [{0}, {1}, {2}, {3}, {4}, {5}]), (3, [{0, 1}, {2, 3}, {4, 5}]), (12, [{n // 2} for n in range(12)])],
+)
+def test_a_rank_opens_only_the_files_that_hold_its_part(num_ranks, opened, tmp_path):
+    """Six ranks wrote 24 elements."""
+    whole = torch.arange(24.0)
+    for rank in range(6):
+        states = {"weight": whole[4 * rank : 4 * rank + 4], "exp_avg": whole[4 * rank : 4 * rank + 4] / 2}
+        write_states(tmp_path, [ParameterShard(name="w", shape=(24,), start=4 * rank, states=states)], rank)
+    share = 24 // num_ranks
+    for rank, expected in enumerate(opened):
+        reader = StateReader(tmp_path, rank=rank, num_ranks=num_ranks)
+        reader.find({"exp_avg"})
+        states = {"weight": torch.zeros(share), "exp_avg": torch.zeros(share)}
+        reader.fill(ParameterShard(name="w", shape=(24,), start=share * rank, states=states))
+        assert torch.equal(states["weight"], whole[share * rank : share * (rank + 1)])
+        assert torch.equal(states["exp_avg"], states["weight"] / 2)
+        assert {int(path.name.split("-")[1]) for path in reader._open} == expected, rank
+
+
+def test_kinds_of_states_that_the_nearest_files_lack_are_found(tmp_path):
+    """A parameter that never had a gradient has no states."""
+    write_states(tmp_path, [ParameterShard(name="a", shape=(2,), start=0, states={"weight": torch.ones(2)})], 0)
+    states = {"weight": torch.ones(2), "exp_avg": torch.ones(2), "step": torch.ones(())}
+    write_states(tmp_path, [ParameterShard(name="b", shape=(2,), start=0, states=states)], 1)
+    reader = StateReader(tmp_path, rank=0, num_ranks=2)
+    assert reader.kinds(scalars=False) == ["weight"]
+    reader.find({"exp_avg", "step"})
+    assert reader.kinds(scalars=False) == ["exp_avg", "weight"]
+    assert reader.kinds(scalars=True) == ["step"]
 
 
 @pytest.mark.parametrize(("settings", "device"), [({}, "cpu"), ({"capturable": True}, "meta")])

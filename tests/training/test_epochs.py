@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from longctx.packing import balanced_order, shuffled_order
 from longctx.training.data_order import StepLoader, StepSampler
+from longctx.training.nonfinite import documents_of_step
 from tests.small_model import save_small_model
 from tests.training.test_data_order import LAYOUTS, MODES, costs_of
 from tests.training.test_training import write_jsonl
@@ -206,7 +207,7 @@ def train(flags, resume_from=None, num_steps=None):
         class Follow(TrainerCallback):
             def on_step_begin(self, args, state, control, **kwargs):
                 if not prepared.run.settings["dataset_streaming"]:
-                    rows = trainer._documents_of_step()["documents"]
+                    rows = documents_of_step(trainer)[1]
                     named.append(sorted(int(prepared.data.documents[n]["input_ids"][0]) for n in rows))
 
             def on_step_end(self, args, state, control, **kwargs):

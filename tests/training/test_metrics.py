@@ -5,12 +5,15 @@ The model is that of tests/forecast/test_by_hand.py, with 2,088 parameters.
 
 from __future__ import annotations
 
+import json
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import CONFIG_MAPPING, LlamaConfig
 
 from longctx.attention.cost import PEAK_FLOPS
@@ -154,15 +157,47 @@ def test_an_entry_of_two_steps_has_their_loss_and_the_norm_and_rate_of_the_last(
 
 def test_peak_memory_of_four_ranks_on_two_nodes() -> None:
     peak = PeakMemory.of_ranks([(n * GIB, 2 * n * GIB, (5 - n) * GIB, 0, 80 * GIB, 100 * GIB) for n in (1, 2, 4, 3)])
+    names = ("gib_max", "gib_min", "gib_mean", "rank_of_max", "gib_by_rank")
     assert peak.to_dict() == {
-        "allocated": {"gib_by_rank": [1, 2, 4, 3], "rank_of_max": 2, "rank_of_min": 0},
-        "reserved": {"gib_by_rank": [2, 4, 8, 6], "rank_of_max": 2, "rank_of_min": 0},
-        "host": {"gib_by_rank": [4, 3, 1, 2], "rank_of_max": 0, "rank_of_min": 2},
-        "allocation_retries_by_rank": [0, 0, 0, 0],
+        "allocated": dict(zip(names, (4, 1, 2.5, 2, [1, 2, 4, 3]), strict=True)),
+        "reserved": dict(zip(names, (8, 2, 5, 2, [2, 4, 8, 6]), strict=True)),
+        "host": dict(zip(names, (4, 1, 2.5, 0, [4, 3, 1, 2]), strict=True)),
+        "allocation_retries": {"max": 0, "min": 0, "mean": 0, "rank_of_max": 0, "by_rank": [0, 0, 0, 0]},
     }
     assert peak.of_fullest_node(2) == (4 + 3) * GIB
     assert peak.of_fullest_node(4) == (4 + 3 + 1 + 2) * GIB
-    assert "4.00 GiB at most, on rank 2; 1.00 at least, on rank 0; 2.50 on average" in peak.describe()[0]
+
+
+OF_RANKS = {"max", "min", "mean", "rank_of_max"}
+ENTRY = {
+    *("num_tokens", "tokens_per_second", "tokens_per_second_per_device", "mfu"),
+    *("peak_memory_gib_max", "peak_memory_gib_min", "peak_host_memory_gib_max", "peak_host_memory_gib_min"),
+    *("padding_fraction", "attention_imbalance", "mean_token_accuracy", "entropy"),
+    *("data_fraction", "attention_fraction", "communication_fraction", "memory", "seconds"),
+}
+"""What a step's entry has besides the Trainer's own `step`, `epoch`, `loss`, `grad_norm` and `learning_rate`."""
+
+
+@pytest.mark.parametrize("num_ranks", [64, 65, 1024])
+def test_a_log_entry_does_not_grow_with_the_ranks(num_ranks):
+    """Up to 64 ranks, it has the numbers of each. The group is torch's own that sends nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        metrics = StepMetrics(
+            sp=1, sp_rank=0, config=LlamaConfig(**CONFIG), flops_per_token=1, device=torch.device("cpu")
+        )
+        entry = metrics.read() | metrics.details
+    finally:
+        dist.destroy_process_group()
+    assert set(entry) == ENTRY
+    memory, seconds, listed = entry["memory"], entry["seconds"], num_ranks <= 64
+    assert set(memory) == {"host", "allocation_retries"}
+    assert set(memory["host"]) == {"rank_of_max", "gib_max", "gib_min", "gib_mean", *["gib_by_rank"] * listed}
+    assert set(seconds) == {"data", "attention", "communication", "saving", "rest"}
+    for of in (memory["allocation_retries"], *seconds.values()):
+        assert set(of) == {*OF_RANKS, *["by_rank"] * listed}
+        assert len(of.get("by_rank", ())) == num_ranks * listed
+    assert (len(json.dumps(entry)) < 1500) != listed
 
 
 def test_seconds_pass_in_a_pause_of_the_metrics_and_do_not_count() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longctx.training.metrics import NonFiniteError
+from longctx.training.nonfinite import NonFiniteError
 from tests.small_model import save_small_model
 from tests.training.test_resume import run_once
 from tests.training.test_training import COMMON, make_documents, write_jsonl

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterable, Mapping
-from itertools import chain
+from bisect import insort
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,15 +179,17 @@ _LOGGED = ("loss", "eval_loss", "grad_norm", "learning_rate", "num_tokens")
 
 def _is_logged(entry: Mapping[str, Any]) -> bool:
     """Whether an entry of the log has what the page of a run and the model card take for granted."""
-    seconds, memory = entry.get("seconds", {}), entry.get("memory", {})
-    of_ranks = [*seconds.values(), *(memory[kind]["gib_by_rank"] for kind in ("allocated", "host") if kind in memory)]
-    numbers = [entry["step"], *(entry.get(name, 0) for name in _LOGGED), *chain(*of_ranks)]
-    has_all_ranks = not seconds or len({len(seconds["rest"]), *map(len, seconds.values())}) == 1
-    return has_all_ranks and isinstance(entry.get("packing", {}), dict) and all(map(_is_number, numbers))
+    numbers = [entry["step"], *(entry.get(name, 0) for name in _LOGGED)]
+    numbers += [*_leaves(entry.get("seconds", {})), *_leaves(entry.get("memory", {}))]
+    return isinstance(entry.get("packing", {}), dict) and all(isinstance(number, int | float) for number in numbers)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(part)
+    else:
+        yield value
 
 
 def nonfinite_weights(model: nn.Module) -> list[str]:
@@ -253,19 +256,38 @@ class _Range(NamedTuple):
 class StateReader:
     """Reads ranges from a folder's files, whatever layout wrote them.
 
+    It opens the files of one rank after another until it has what it is asked for. On the layout that wrote them, they
+    are those of the rank itself.
+
     Raises:
         CheckpointError: for a file that cannot be read or does not hold ranges.
     """
 
-    def __init__(self, folder: Path, *, last_step: int | None = None):
+    def __init__(self, folder: Path, *, rank: int = 0, num_ranks: int = 1, last_step: int | None = None):
         """
         Args:
+            rank, num_ranks: of the reader, from which it knows where to look first.
             last_step: the step of the checkpoint, which bounds the optimizer's step counts.
         """
         self.folder, self.last_step = folder, last_step
         self._ranges: dict[tuple[str, str], list[_Range]] = {}
         self._open: dict[Path, safe_open] = {}
-        for path in sorted(folder.glob("states-*.safetensors")):
+        files = sorted(folder.glob("states-*.safetensors"))
+        of_ranks = [[*of_rank] for _, of_rank in groupby(files, key=lambda path: path.name.split("-")[1])]
+        middle = (rank + 0.5) * len(of_ranks) / num_ranks - 0.5
+        self._unread = [of_ranks[n] for n in sorted(range(len(of_ranks)), key=lambda n: abs(n - middle))]
+        self._read_next()
+
+    def find(self, kinds: set[str]) -> None:
+        """Open files until all of these kinds of states are among them, or none is left."""
+        while not kinds <= {kind for _, kind in self._ranges} and self._read_next():
+            pass
+
+    def _read_next(self) -> bool:
+        """Open the files of one more rank, and return whether there was one."""
+        if not self._unread:
+            return False
+        for path in self._unread.pop(0):
             file = self._file(path)
             for key in file.keys():  # noqa: SIM118  (no mapping)
                 kind, start, name = _parts(path, key)
@@ -276,9 +298,8 @@ class StateReader:
                         f"{', '.join(_DTYPES)}. Resume from an earlier checkpoint."
                     )
                 stop = int(start) + (shape[0] if shape else 0)
-                self._ranges.setdefault((name, kind), []).append(_Range(int(start), stop, path, key))
-        for ranges in self._ranges.values():
-            ranges.sort()
+                insort(self._ranges.setdefault((name, kind), []), _Range(int(start), stop, path, key))
+        return True
 
     def kinds(self, *, scalars: bool) -> list[str]:
         """Return the kinds of states with one value per parameter if `scalars`, else one per element."""
@@ -296,24 +317,24 @@ class StateReader:
                 self._fill(piece, kind, target)
 
     def _fill(self, piece: ParameterShard, kind: str, target: Tensor) -> None:
-        ranges = self._ranges.get((piece.name, kind), [])
-        if not target.dim():
-            if ranges:
+        if not target.dim():  # in the files of the parameter, which are open
+            if ranges := self._ranges.get((piece.name, kind)):
                 target.copy_(self._checked(piece.name, kind, ranges[0], slice(None)))
             return
         at, stop = piece.start, piece.start + len(target)
-        for found in ranges:
-            if found.stop <= at or found.start >= stop or found.start > at:
-                continue
-            upto = min(found.stop, stop)
-            values = self._checked(piece.name, kind, found, slice(at - found.start, upto - found.start))
-            target[at - piece.start : upto - piece.start].copy_(values)
-            at = upto
-        if at < stop:
-            raise CheckpointError(
-                f"{self.folder} lacks elements {at} to {stop} of {kind} of {piece.name}: it is of another model, or "
-                "not all of its files are here."
-            )
+        while at < stop:
+            for found in self._ranges.get((piece.name, kind), ()):
+                if found.stop <= at or found.start >= stop or found.start > at:
+                    continue
+                upto = min(found.stop, stop)
+                values = self._checked(piece.name, kind, found, slice(at - found.start, upto - found.start))
+                target[at - piece.start : upto - piece.start].copy_(values)
+                at = upto
+            if at < stop and not self._read_next():
+                raise CheckpointError(
+                    f"{self.folder} lacks elements {at} to {stop} of {kind} of {piece.name}: it is of another model, "
+                    "or not all of its files are here."
+                )
 
     def _checked(self, name: str, kind: str, found: _Range, part: slice) -> Tensor:
         """Read values, and check that training can continue from them.

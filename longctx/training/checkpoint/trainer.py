@@ -19,7 +19,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from trl import SFTConfig
 
-from longctx.ranks.agreement import gather_objects, on_all_ranks
+from longctx.ranks.agreement import broadcast_object, gather_objects, gather_on_first, on_all_ranks
 from longctx.ranks.watchdog import phase
 from longctx.regions import region
 from longctx.settings.flags import SFT
@@ -45,6 +45,7 @@ from longctx.training.checkpoint.hub import PushingMixin
 from longctx.training.checkpoint.masters import round_weights, set_fp32_weights
 from longctx.training.checkpoint.shards import WEIGHT, parameter_shards, trained_shapes, update_working_weights
 from longctx.training.checkpoint.states import (
+    STATES_OF,
     StateReader,
     check_kinds,
     nonfinite_weights,
@@ -55,7 +56,7 @@ from longctx.training.checkpoint.states import (
     write_states,
 )
 from longctx.training.data_order import StepStream
-from longctx.training.metrics import NonFiniteError
+from longctx.training.nonfinite import NonFiniteError
 from longctx.upstream.transformers_internals import log_sums, restore_log_sums
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class ResumableMixin(PushingMixin):
             NonFiniteError: on every rank.
         """
         spoilt = [name for name in nonfinite_weights(self.model_wrapped) if name not in self._nonfinite_from_start]
-        if names := [name for rank in gather_objects(spoilt) for name in rank]:
+        if names := [name for rank in gather_objects(spoilt[:1]) for name in rank]:
             raise NonFiniteError(
                 f"{names[0]} is NaN or infinite after step {self.state.global_step}, so the model is not saved. Lower "
                 "--learning_rate, and resume from an earlier checkpoint."
@@ -117,10 +118,11 @@ class ResumableMixin(PushingMixin):
                 self.state.best_model_checkpoint = str(folder)
             with self._writing(folder) as partial:
                 on_all_ranks(lambda: self.save_model(str(partial), _internal_call=True))
-                files = gather_objects(on_all_ranks(lambda: self._write_own_part(partial)))
-                manifest = gather_objects(on_all_ranks(lambda: self._describe(partial, files, progress)))[0]
-                if manifest is not None:
-                    self._as_owner(lambda: write_manifest(partial, manifest))
+                files = gather_on_first(on_all_ranks(lambda: self._write_own_part(partial)))
+                manifest = on_all_ranks(lambda: self._describe(partial, files, progress))
+                if self.args.save_on_each_node:
+                    manifest = broadcast_object(manifest)
+                self._as_owner(lambda: write_manifest(partial, manifest) if manifest is not None else None)
                 self._as_owner(lambda: take_place(partial, folder))
             if self.args.push_to_hub:
                 self._push(lambda: self._push_from_checkpoint(str(folder)))
@@ -189,7 +191,7 @@ class ResumableMixin(PushingMixin):
             self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
     def _describe(
-        self, folder: Path, files: list[dict[str, dict[str, Any]]], progress: list[dict[str, Any]]
+        self, folder: Path, files: list[dict[str, dict[str, Any]]], progress: dict[str, Any]
     ) -> Manifest | None:
         """Write the trainer's state and return the manifest on rank 0; None if there is none to write."""
         if not self.is_world_process_zero():
@@ -209,7 +211,7 @@ class ResumableMixin(PushingMixin):
             optimization=optimization_flags(self.args),
             parameters=trained_shapes(self.model_wrapped),
             data=dict(self.data_identity()),
-            progress={"ranks": progress, "max_steps": self.state.max_steps},
+            progress=progress | {"max_steps": self.state.max_steps},
             position=self.stream_read and self.stream_read.position,
             files=known,
             run=record.id if record else "",
@@ -227,9 +229,10 @@ class ResumableMixin(PushingMixin):
                 else:
                     self.state.stateful_callbacks[name] = state
 
-    def _all_progress(self) -> list[dict[str, Any]]:
-        own = {"metrics": self.step_metrics.state_dict(), "has_seen_labels": self.has_seen_labels}
-        return gather_objects(own | log_sums(self))
+    def _all_progress(self) -> dict[str, Any]:
+        """Return what has to go on in the log: of all ranks on rank 0, and the sums of what they add up."""
+        own = {"metrics": self.step_metrics.state_dict(), "has_seen_labels": self.has_seen_labels} | log_sums(self)
+        return {"ranks": gather_on_first(own), "expert_load": self.step_metrics.expert_load()}
 
     # Resuming
 
@@ -252,7 +255,8 @@ class ResumableMixin(PushingMixin):
         if self.is_world_process_zero():  # a trainer of one's own has not asked before it read the weights
             now = {"data": dict(self.data_identity()), "optimization": optimization_flags(self.args)}
             check_same(manifest, folder, sequences_per_step=self.layout()["sequences_per_step"], **now)
-        reader = StateReader(folder, last_step=manifest.step)
+        reader = self._reader(folder, last_step=manifest.step)
+        reader.find(set.union(*STATES_OF[_plain(self.args.optim)]))
         here = trained_shapes(self.model_wrapped)
         if manifest.parameters != here:
             name = next(n for n in {**manifest.parameters, **here} if manifest.parameters.get(n) != here.get(n))
@@ -278,6 +282,9 @@ class ResumableMixin(PushingMixin):
                 raise ValueError("a stream needs a position, and only a stream has one")
             if manifest.position is not None:
                 rows.go_on_from(manifest.step, manifest.position)
+
+    def _reader(self, folder: Path, **known: Any) -> StateReader:
+        return StateReader(folder, rank=self.args.process_index, num_ranks=self.args.world_size, **known)
 
     def _set_learning_rates(self, step: int) -> None:
         """Set the schedule and the optimizer's learning rates to those after `step`.
@@ -377,7 +384,7 @@ class ResumableMixin(PushingMixin):
 
     def _read_weights(self, folder: Path) -> None:
         check_files(folder, read_manifest(folder), part=self.args.process_index, parts=self.args.world_size)
-        reader = StateReader(folder)
+        reader = self._reader(folder)
         with torch.no_grad():
             for piece in parameter_shards(self.model_wrapped, self.optimizer):
                 reader.fill(piece, only=(WEIGHT,))
@@ -399,6 +406,7 @@ class _Continued(TrainerCallback):
 
     def __init__(self, trainer: ResumableMixin, manifest: Manifest, path: Path):
         self.trainer, self.ranks, self.path = trainer, manifest.progress["ranks"], path
+        self.expert_load = manifest.progress.get("expert_load", [])
         if not self.ranks:
             raise ValueError("the progress of no rank is in it")
         for rank in self.ranks:
@@ -414,7 +422,8 @@ class _Continued(TrainerCallback):
         same = len(ranks) == args.world_size
         loss = ranks[args.process_index]["loss"] if same else sum(rank["loss"] for rank in ranks) / len(ranks)
         restore_log_sums(trainer, loss=loss, last_logged=ranks[0]["last_logged"], total_loss=ranks[0]["total_loss"])
-        trainer.step_metrics.load_state_dicts([rank["metrics"] for rank in ranks], rank=trainer.sequence.rank)
+        metrics = [rank["metrics"] for rank in ranks]
+        trainer.step_metrics.load_state_dicts(metrics, self.expert_load, rank=trainer.sequence.rank)
         trainer.has_seen_labels = any(rank.get("has_seen_labels", True) for rank in ranks)  # older ones do not say
 
 
