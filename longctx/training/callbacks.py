@@ -59,7 +59,7 @@ class ScheduleGoesOn(TrainerCallback):
 
 
 class CompareForecast(TrainerCallback):
-    """Prints once, after the first steps, what a step took beside what was predicted."""
+    """Prints once, after the first steps on GPUs, what a step took beside what was predicted."""
 
     STEP = 3
     """The step after which it does; the first ones compile kernels and fill caches."""
@@ -73,24 +73,12 @@ class CompareForecast(TrainerCallback):
     ) -> None:
         if self.is_done or "peak_memory_gib_max" not in logs or state.global_step < min(self.STEP, state.max_steps):
             return
-        self.is_done = True
-        if line := self.describe(logs["tokens_per_second_per_device"], logs["peak_memory_gib_max"]):
-            say(f"measured {line}")
-
-    def describe(self, speed: float, peak_gib: float | None) -> str:
-        """Return measured and predicted values in one line, without those that are not predicted.
-
-        Args:
-            speed: tokens per second and device.
-            peak_gib: GiB of tensors on the fullest GPU at its peak; None on the CPU.
-        """
-        parts = []
+        self.is_done, said = True, "measured"
         if (predicted := self.expected.tokens_per_second_per_device) is not None:
-            parts.append(f"{speed:,.0f} tokens/s a device, and {predicted:,.0f} were predicted")
-        if peak_gib is not None:
-            predicted_gib = self.expected.memory.allocated_bytes / GIB
-            parts.append(f"{peak_gib:.1f} GiB of tensors on the fullest GPU, and {predicted_gib:.1f} were predicted")
-        return "; ".join(parts)
+            speed = logs["tokens_per_second_per_device"]
+            said += f" {speed:,.0f} tokens/s a device, and {predicted:,.0f} were predicted;"
+        peak, predicted = logs["peak_memory_gib_max"], self.expected.memory.allocated_bytes / GIB
+        say(f"{said} {peak:.1f} GiB of tensors on the fullest GPU, and {predicted:.1f} were predicted")
 
 
 class PackingEntry(TrainerCallback):

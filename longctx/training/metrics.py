@@ -50,7 +50,7 @@ class StepMetrics:
         """All sums by name, over all ranks, between the last two readings."""
         self.experts = None if routers is None else ExpertLoad(routers, device)
         self.sp, self.sp_rank, self.device = sp, sp_rank, device
-        self.peak_flops = _peak_flops(_device_name(device), config)
+        self.peak_flops = _peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", config)
         self.flops_per_token = flops_per_token
         text = config.get_text_config()
         self.flops_per_pair = 6 * text.num_hidden_layers * text.num_attention_heads * sum(head_sizes(config))
@@ -71,14 +71,7 @@ class StepMetrics:
         self._started = time.perf_counter()
         clock.start(self.device)
 
-    def add(
-        self,
-        *,
-        shard: Shard,
-        correct: Tensor,
-        entropy: Tensor,
-        extra: Tensor | None = None,
-    ) -> None:
+    def add(self, *, shard: Shard, correct: Tensor, entropy: Tensor, extra: Tensor | None = None) -> None:
         """Count one micro-batch. What the host knows costs the device nothing.
 
         Args:
@@ -92,9 +85,8 @@ class StepMetrics:
         of_group = sum(layout.lengths or ()), layout.num_tokens, repeated
         own = *(count / self.sp for count in of_group), len(shard.learnt), layout.work(self.sp_rank)
         self._known = [total + count for total, count in zip(self._known, own, strict=True)]
-        self._sums += torch.stack(
-            [correct.sum().double(), entropy.detach().sum().double(), *(() if extra is None else extra)]
-        )
+        of_tokens = correct.sum().double(), entropy.detach().sum().double()
+        self._sums += torch.stack([*of_tokens, *(() if extra is None else extra)])
         if self.experts is not None:
             self.experts.add()
 
@@ -274,13 +266,7 @@ class TokenMeans:
         self._experts = torch.zeros(2, num_experts, dtype=torch.float64, device=device)
 
     def add(
-        self,
-        *,
-        shift_labels: Tensor,
-        losses: Tensor,
-        correct: Tensor,
-        entropy: Tensor,
-        extra: Tensor | None = None,
+        self, *, shift_labels: Tensor, losses: Tensor, correct: Tensor, entropy: Tensor, extra: Tensor | None = None
     ) -> None:
         """Count one batch of this rank's tokens, each [1, T/P]; all but the labels are 0 where nothing is learnt."""
         is_label = shift_labels != IGNORE_INDEX
@@ -292,12 +278,9 @@ class TokenMeans:
     def read(self) -> dict[str, float]:
         """Return the means, NaN without label tokens. Called by all ranks together."""
         labels, *sums = _gather(self._sums).sum(0).tolist()
-        names = ("loss", "mean_token_accuracy", "entropy")
-        self.totals = dict(zip(self._extra, sums[len(names) :], strict=True))
-        means = {
-            name: total / labels if labels else float("nan")
-            for name, total in zip(names, sums[: len(names)], strict=True)
-        }
+        self.totals = dict(zip(self._extra, sums[3:], strict=True))
+        of_tokens = zip(("loss", "mean_token_accuracy", "entropy"), sums[:3], strict=True)
+        means = {name: total / labels if labels else float("nan") for name, total in of_tokens}
         if self._routers is None:
             return means
         aux_loss = self._routers.loss_of(*_sum(self._experts))
@@ -326,7 +309,3 @@ def _peak_flops(device_name: str, config: PretrainedConfig) -> float | None:
     if has_experts(config) or has_windows(config) or recurrent_sizes(config):
         return None
     return next((peak for key, peak in PEAK_FLOPS.items() if key in device_name), None)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from rich.text import Text
@@ -20,7 +20,7 @@ from transformers import (
 from longctx.launch.console import Line, row_width, say, show, show_for_now, show_row
 from longctx.launch.terminal import number
 from longctx.training.metrics import StepMetrics
-from longctx.training.peak_memory import GIB, PeakMemory
+from longctx.training.peak_memory import GIB
 
 ROWS_PER_HEADER = 20
 WIDE = 120
@@ -37,27 +37,27 @@ class Column(NamedTuple):
     """The title in a terminal that is too narrow for the long titles."""
     width: int
     """Characters of the widest usual value."""
+    write: Callable[[float], str] | None = None
+    """Returns the cell of a value in the log; None for what is not there."""
     style: str = ""
 
 
 COLUMNS = {
     "step": Column("step", "step", 4),
-    "loss": Column("loss", "loss", 6, "bold"),
-    "aux_loss": Column("aux loss", "aux", 5),
-    "rewards/accuracies": Column("accuracy", "acc", 4),
-    "rewards/margins": Column("margin", "marg", 5),
-    "grad_norm": Column("grad norm", "grad", 5),
-    "learning_rate": Column("learn. rate", "lr", 7),
-    "tokens_per_second": Column("tokens/s", "tok/s", 5, "green"),
-    "tokens_per_second_per_device": Column("per device", "/dev", 5, "green"),
-    "mfu": Column("MFU", "MFU", 4),
+    "loss": Column("loss", "loss", 6, "{:#.4g}".format, "bold"),
+    "aux_loss": Column("aux loss", "aux", 5, "{:#.3g}".format),
+    "rewards/accuracies": Column("accuracy", "acc", 4, "{:.0%}".format),
+    "rewards/margins": Column("margin", "marg", 5, "{:.2f}".format),
+    "grad_norm": Column("grad norm", "grad", 5, lambda norm: number(norm) if norm >= 1000 else f"{norm:#.3g}"),
+    "learning_rate": Column("learn. rate", "lr", 7, lambda rate: f"{rate:.1e}" if rate else "0"),
+    "tokens_per_second": Column("tokens/s", "tok/s", 5, number, "green"),
+    "tokens_per_second_per_device": Column("per device", "/dev", 5, number, "green"),
+    "mfu": Column("MFU", "MFU", 4, "{:.0%}".format),
     "memory": Column("memory GiB", "mem GiB", 9),
-    "attention_imbalance": Column("imbalance", "imbal", 5),
-    "expert_load_imbalance": Column("expert load", "load", 5),
-    "time_left": Column("time left", "left", 7, "cyan"),
+    "attention_imbalance": Column("imbalance", "imbal", 5, "{:.2f}".format),
+    "expert_load_imbalance": Column("expert load", "load", 5, "{:.2f}".format),
+    "time_left": Column("time left", "left", 7, style="cyan"),
 }
-
-
 EXPENDABLE = "tokens_per_second_per_device"
 """The column that is left out where a terminal is too narrow for all."""
 
@@ -136,21 +136,22 @@ class StepLines(TrainerCallback):
             say(", ".join(f"{name} {value:.4g}" for name, value in logs.items() if isinstance(value, int | float)))
 
     def _show_step(self, logs: Mapping[str, Any], state: TrainerState) -> None:
-        cells, styles = describe_step(logs), {}
-        if self.metrics.peak_memory is not None:
-            cells["memory"], share = describe_memory(self.metrics.peak_memory, self.ranks_per_node)
-            styles["memory"] = "red" if share > FULL else "yellow" if share > NEARLY_FULL else ""
+        known = {name: column.write for name, column in COLUMNS.items() if column.write and logs.get(name) is not None}
+        cells = {name: write(logs[name]) for name, write in known.items()}
+        peak, styles = self.metrics.peak_memory, {}
+        if peak is not None:  # of the fullest GPU, or without GPUs of the fullest machine
+            used, total = peak.of_fullest_node(self.ranks_per_node), min(peak.host_total)
+            if peak.has_devices:
+                used, total = max(peak.allocated), min(peak.device_total)
+            cells["memory"] = f"{used / GIB:.1f}/{total / GIB:.1f}"
+            styles["memory"] = "red" if used > FULL * total else "yellow" if used > NEARLY_FULL * total else ""
         cells["step"] = f"{state.global_step}/{state.max_steps}".rjust(2 * len(str(state.max_steps)) + 1)
-        cells["time_left"] = duration(self._seconds_left(state))
-        self._table.show(cells, styles)
-
-    def _seconds_left(self, state: TrainerState) -> float:
-        step, since = self._since
-        now = time.monotonic()
-        seconds = (now - since) / max(state.global_step - step, 1) * (state.max_steps - state.global_step)
+        (step, since), now = self._since, time.monotonic()
         if step == self._first_step:  # the first steps are slower: kernels are compiled, and memory is taken
             self._since = (state.global_step, now)
-        return seconds
+        left = state.max_steps - state.global_step
+        cells["time_left"] = duration((now - since) / max(state.global_step - step, 1) * left)
+        self._table.show(cells, styles)
 
     def on_prediction_step(
         self,
@@ -175,33 +176,6 @@ def print_lines(trainer: Trainer, metrics: StepMetrics, ranks_per_node: int) -> 
     for callback in (ProgressCallback, PrinterCallback):
         if trainer.pop_callback(callback) is not None:
             trainer.add_callback(StepLines(metrics, ranks_per_node))
-
-
-def describe_step(logs: Mapping[str, Any]) -> dict[str, str]:
-    """Return the cells of a step's row, without those of unknown values."""
-    written = {
-        "loss": lambda loss: f"{loss:#.4g}",
-        "aux_loss": lambda loss: f"{loss:#.3g}",
-        "rewards/accuracies": lambda share: f"{share:.0%}",
-        "rewards/margins": "{:.2f}".format,
-        "grad_norm": lambda norm: number(norm) if norm >= 1000 else f"{norm:#.3g}",
-        "learning_rate": lambda rate: f"{rate:.1e}" if rate else "0",
-        "tokens_per_second": number,
-        "tokens_per_second_per_device": number,
-        "mfu": lambda share: f"{share:.0%}",
-        "attention_imbalance": lambda ratio: f"{ratio:.2f}",
-        "expert_load_imbalance": lambda ratio: f"{ratio:.2f}",
-    }
-    return {name: write(logs[name]) for name, write in written.items() if logs.get(name) is not None}
-
-
-def describe_memory(peak: PeakMemory, ranks_per_node: int) -> tuple[str, float]:
-    """Return `61.2/79.6`: the fullest GPU's peak and total, or the fullest machine's without GPUs; and the share."""
-    if peak.has_devices:
-        used, total = max(peak.allocated), min(peak.device_total)
-    else:
-        used, total = peak.of_fullest_node(ranks_per_node), min(peak.host_total)
-    return f"{used / GIB:.1f}/{total / GIB:.1f}", used / total
 
 
 def describe_evaluation(logs: Mapping[str, Any]) -> str:

@@ -59,4 +59,3 @@ def test_only_what_is_predicted_is_compared(capsys):
     assert printed(capsys, unknown, LOGS, steps=[3]) == [
         "longctx: measured 48.1 GiB of tensors on the fullest GPU, and 50.0 were predicted\n"
     ]
-    assert printed(capsys, unknown, LOGS | {"peak_memory_gib_max": None}, steps=[3]) == [""]
