@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -119,18 +119,22 @@ class StepMetrics:
         return [] if self.experts is None else _sum(self.experts.load).tolist()
 
     def load_state_dicts(
-        self, states: Sequence[Mapping[str, Any]], expert_load: Sequence[Sequence[float]], *, rank: int
+        self, states: Sequence[dict[str, Any]], expert_load: Sequence[Sequence[float]], *, rank: int
     ) -> None:
         """Restore what `state_dict` returned on every rank, and `expert_load`.
 
         With another number of ranks, rank 0 takes all sums; it always takes the experts', which are whole numbers.
         """
+        if self.experts is not None and "experts" in states[0]:  # earlier releases kept the counts of every rank
+            before = torch.tensor([state["experts"] for state in states], dtype=torch.float64)
+            expert_load = before[:, :-2].sum(0).view(self.experts.load.shape).tolist()
+            states = [state | {"aux_loss": state["experts"][-2:]} for state in states]
         same = len(states) == (dist.get_world_size() if dist.is_initialized() else 1)
         sums = torch.tensor([[*state["sums"], *state.get("aux_loss", ())] for state in states], dtype=torch.float64)
         own = sums[rank] if same else sums.sum(0) * (rank == 0)
-        before = states[rank if same else 0]
-        self._started = time.perf_counter() - before.get("elapsed", 0.0)
-        clock.reset(before.get("seconds"))
+        mine = states[rank if same else 0]
+        self._started = time.perf_counter() - mine.get("elapsed", 0.0)
+        clock.reset(mine.get("seconds"))
         self.sums = own[: len(self._names)]
         if self.experts is not None:
             self.experts.shares.copy_(own[len(self._names) :])
