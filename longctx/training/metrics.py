@@ -165,10 +165,10 @@ class StepMetrics:
         own = send(torch.tensor([parts[part] for part in PARTS], dtype=torch.float64), self.device)
         values, memory = self._gather_with_memory(torch.cat((self.sums, own)))
         ranks, of_parts = values.tensor_split((len(self._names),), dim=1)
-        times = dict(zip(PARTS, of_parts.T.tolist(), strict=True))
-        shares = {part: sum(times[part]) / (float(of_parts.sum()) or 1.0) for part in PARTS}
+        times = of_parts.sum(0)
+        shares = dict(zip(PARTS, (times / (times.sum() or 1.0)).tolist(), strict=True))
         experts = {} if self.experts is None else self.experts.read()
-        self.details = {"memory": memory.to_dict(), "seconds": {part: of_ranks(times[part]) for part in PARTS}}
+        self.details = {"memory": memory.to_dict(), "seconds": of_ranks(of_parts, PARTS)}
         if self.experts is not None:
             self.details["experts"] = self.experts.of_layers
         self.totals = total = dict(zip(self._names, ranks.sum(0).tolist(), strict=True))

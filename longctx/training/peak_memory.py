@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from longctx.forecast.hardware import host_bytes, peak_resident_bytes
 
@@ -20,21 +21,25 @@ NEGLIGIBLE_BYTES = GIB // 4
 """Bytes by which the largest peak may exceed the mean without a warning."""
 
 
-def of_ranks(values: Sequence[float], unit: str = "") -> dict[str, Any]:
-    """Return what the log says of a number that every rank has: `max`, `rank_of_max`, `min`, `mean` and `by_rank`.
+def of_ranks(values: Tensor, names: Sequence[str], unit: str = "") -> dict[str, dict[str, Any]]:
+    """Return what the log says of numbers that every rank has: `max`, `min`, `mean`, `rank_of_max` and `by_rank`.
 
     Runs on more than MOST_RANKS ranks have no `by_rank`, so that the size of a log entry does not grow with them.
 
     Args:
-        values: [world], by rank.
-        unit: prefix of the names, such as `gib_`.
+        values: float64 [world, numbers] on the host.
+        names: of the numbers.
+        unit: prefix of the keys, such as `gib_`.
     """
-    found = {"max": max(values), "min": min(values), "mean": sum(values) / len(values)}
-    entry: dict[str, Any] = {f"{unit}{name}": round(value, 4) for name, value in found.items()}
-    entry["rank_of_max"] = values.index(found["max"])
+    extremes = torch.stack((values.amax(0), values.amin(0), values.mean(0))).round(decimals=4).T.tolist()
+    keys = f"{unit}max", f"{unit}min", f"{unit}mean"
+    found = {name: dict(zip(keys, of, strict=True)) for name, of in zip(names, extremes, strict=True)}
+    for entry, rank in zip(found.values(), values.argmax(0).tolist(), strict=True):
+        entry["rank_of_max"] = rank
     if len(values) <= MOST_RANKS:
-        entry[f"{unit}by_rank"] = [round(value, 4) for value in values]
-    return entry
+        for entry, by_rank in zip(found.values(), values.T.round(decimals=4).tolist(), strict=True):
+            entry[f"{unit}by_rank"] = by_rank
+    return found
 
 
 @dataclass(frozen=True)
@@ -79,8 +84,9 @@ class PeakMemory:
         """Return the entry of trainer_state.json: the peaks by kind of memory, in GiB, without GPUs only the host's."""
         kinds = {"allocated": self.allocated, "reserved": self.reserved} if self.has_devices else {}
         kinds["host"] = self.host
-        peaks = {name: of_ranks([peak / GIB for peak in of], "gib_") for name, of in kinds.items()}
-        return peaks | {"allocation_retries": of_ranks(self.retries)}
+        peaks = torch.tensor([*kinds.values()], dtype=torch.float64).T / GIB
+        retries = torch.tensor(self.retries, dtype=torch.float64)[:, None]
+        return of_ranks(peaks, [*kinds], "gib_") | of_ranks(retries, ["allocation_retries"])
 
     def of_fullest_node(self, ranks_per_node: int) -> int:
         """Return the host bytes of the node whose ranks took most."""

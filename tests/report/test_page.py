@@ -8,6 +8,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+import torch
 
 from longctx.forecast.closed_form import Breakdown
 from longctx.forecast.expected_step import ExpectedStep
@@ -83,8 +84,8 @@ def test_secrets_of_a_command_line():
 
 
 def test_a_page_of_a_long_run_on_many_ranks_is_short():
-    seconds = {part: of_ranks([0.1 + rank / 100 for rank in range(100)]) for part in PARTS}
-    memory = {"allocated": of_ranks([30 + rank / 10 for rank in range(100)], "gib_")}
+    seconds = of_ranks(torch.arange(10, 110)[:, None].expand(-1, len(PARTS)) / 100, PARTS)
+    memory = of_ranks(torch.arange(300, 400)[:, None] / 10, ["allocated"], "gib_")
     history = [
         {"step": step, "loss": 5 / step, "memory": memory, "seconds": seconds, "tokens_per_second": 1e5}
         for step in range(1, 3001)
@@ -111,7 +112,9 @@ def test_where_the_time_went_is_a_mean_in_a_long_run():
         {
             "step": step,
             "loss": 1.0,
-            "seconds": {part: of_ranks([float(part == ("attention", "rest")[step % 2])]) for part in PARTS},
+            "seconds": of_ranks(
+                torch.tensor([[part == ("attention", "rest")[step % 2] for part in PARTS]]).double(), PARTS
+            ),
         }
         for step in range(4 * charts.MOST_POINTS)
     ]
@@ -126,7 +129,10 @@ def test_where_the_time_went_is_a_mean_in_a_long_run():
 @pytest.mark.parametrize("host", [{}, {"gib_by_rank": []}, {"gib_by_rank": [1.0, 2.0], "rank_of_max": 1}])
 def test_a_page_leaves_out_what_the_log_lacks(seconds, host):
     """Entries of earlier releases listed the ranks; those of the step after it are drawn."""
-    later = {"seconds": {part: of_ranks([1.0]) for part in PARTS}, "memory": {"host": of_ranks([3.0], "gib_")}}
+    later = {
+        "seconds": of_ranks(torch.ones(1, len(PARTS)), PARTS),
+        "memory": of_ranks(torch.ones(1, 1), ["host"], "gib_"),
+    }
     history = [{"step": 1, "loss": 2.0, "seconds": seconds, "memory": {"host": host}}, {"step": 2, "loss": 1.0} | later]
     assert "Where the time went, by rank" in Page(report(history=history).html()).text
     assert "Peak host memory by rank, GiB" in Page(report(history=history[:1]).html()).text
