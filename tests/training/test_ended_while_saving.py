@@ -50,13 +50,14 @@ def train(arguments, output_dir, log, kill_at, file_bytes):
 
 
 @pytest.fixture(scope="module")
-def run():
-    """`train` in a process forked after the imports: (exit code, what was printed)."""
+def run(tmp_path_factory):
+    """`train` in a process forked after the imports: (exit code, what was printed, which is on no disk that fills)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["longctx.run", "peft", "tests.training.test_ended_while_saving"])
 
+    log = tmp_path_factory.mktemp("printed") / "log"
+
     def start(flags, output_dir, kill_at=0, file_bytes=0):
-        log = output_dir.with_name(f"{output_dir.name}.log")
         log.unlink(missing_ok=True)
         arguments = [*flags, "--output_dir", str(output_dir)]
         process = context.Process(target=train, args=(arguments, str(output_dir), str(log), kill_at, file_bytes))

@@ -55,6 +55,7 @@ from longctx.training.checkpoint.states import (
     set_random_state,
     write_states,
 )
+from longctx.training.checkpoint.weights import write_model
 from longctx.training.data_order import StepStream
 from longctx.training.nonfinite import NonFiniteError
 from longctx.upstream.transformers_internals import log_sums, restore_log_sums
@@ -117,8 +118,8 @@ class ResumableMixin(PushingMixin):
             if self.state.best_global_step == self.state.global_step:
                 self.state.best_model_checkpoint = str(folder)
             with self._writing(folder) as partial:
-                on_all_ranks(lambda: self.save_model(str(partial), _internal_call=True))
-                files = gather_on_first(on_all_ranks(lambda: self._write_own_part(partial)))
+                weights = write_model(self, partial)
+                files = gather_on_first(on_all_ranks(lambda: self._write_own_part(partial, weights)))
                 manifest = on_all_ranks(lambda: self._describe(partial, files, progress))
                 if self.args.save_on_each_node:
                     manifest = broadcast_object(manifest)
@@ -143,7 +144,7 @@ class ResumableMixin(PushingMixin):
         if self.args.push_to_hub:
             self._push(self._finish_current_push)  # before the files that it reads are replaced
         with self._writing(output_dir / "model") as partial:
-            on_all_ranks(lambda: self.save_model(str(partial), _internal_call=True))
+            write_model(self, partial)
             on_all_ranks(lambda: self._save_state(partial))
             self._as_owner(lambda: take_places(partial, output_dir, stale=MODEL_FILES))
 
@@ -161,14 +162,19 @@ class ResumableMixin(PushingMixin):
         """Do `work` on rank 0, or on every node's first rank with --save_on_each_node; other ranks wait."""
         on_all_ranks(lambda: work() if self.args.should_save else None)
 
-    def _write_own_part(self, folder: Path) -> dict[str, dict[str, Any]]:
-        """Write this rank's states and random state, and describe the files."""
-        if self.args.save_only_model:
-            return {}
-        rank = self.args.process_index
-        files = write_states(folder, parameter_shards(self.model_wrapped, self.optimizer), rank)
-        files.append(random_file(folder, rank))
-        files[-1].write_text(json.dumps(random_state()))
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as a Transformers folder. Called by all ranks together."""
+        write_model(self, Path(output_dir or self.args.output_dir))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _write_own_part(self, folder: Path, weights: list[Path]) -> dict[str, dict[str, Any]]:
+        """Write this rank's states and random state, and describe them and its files of weights."""
+        files, rank = weights, self.args.process_index
+        if not self.args.save_only_model:
+            files += write_states(folder, parameter_shards(self.model_wrapped, self.optimizer), rank)
+            files.append(random_file(folder, rank))
+            files[-1].write_text(json.dumps(random_state()))
         return describe_files(folder, files)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -198,12 +204,11 @@ class ResumableMixin(PushingMixin):
             return None
         self._export_callbacks()
         self._save_state(folder)
+        known = {name: about for part in files for name, about in part.items()}
         own = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(_OF_RANKS)]
-        known = describe_files(folder, own)
+        known |= describe_files(folder, [path for path in own if str(path.relative_to(folder)) not in known])
         if self.args.save_only_model:
             return None
-        for part in files:
-            known |= part
         record = RunRecord.read(folder.parent)
         return Manifest(
             step=self.state.global_step,

@@ -1,0 +1,168 @@
+"""A model's weights as Transformers' files, of which no rank holds more than one at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from longctx.ranks.agreement import gather_on_first, on_all_ranks
+from longctx.upstream.accelerate_internals import fsdp2_plugin
+
+FILE_BYTES = 5 * 10**9
+"""Most bytes in a file, unless one layer has more."""
+
+_LAYER = re.compile(r".*?\.\d+\.")
+
+
+def write_model(trainer: Any, folder: Path) -> list[Path]:
+    """Write a trainer's model and what belongs to it as a Transformers folder. Called by all ranks together.
+
+    The Trainer would gather the whole model in rank 0's memory, even if an adapter alone is trained.
+
+    Returns:
+        The files of weights that this rank has written besides rank 0's.
+    """
+    model, args = trainer.model, trainer.args
+    states: dict[str, Tensor] | None = None
+    if trainer.is_fsdp_enabled and fsdp2_plugin(trainer.accelerator) is None:  # FSDP1 gathers flat parameters alone
+        states = on_all_ranks(lambda: trainer.accelerator.get_state_dict(model))
+    elif hasattr(model, "peft_config"):
+        states = on_all_ranks(lambda: adapter_weights(model, keep=trainer.is_world_process_zero()))
+    elif any(isinstance(weight, DTensor) or hasattr(weight, "ds_numel") for weight in model.parameters()):
+        on_all_ranks(lambda: trainer._save(str(folder), {}))
+        owners = args.world_size
+        if args.save_on_each_node:  # whose files other nodes do not see
+            owners = int(os.environ.get("LOCAL_WORLD_SIZE", owners))
+        return on_all_ranks(lambda: write_weights(model, folder, rank=args.process_index, owners=owners))
+    on_all_ranks(lambda: trainer._save(str(folder), states))
+    return []
+
+
+def adapter_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """Return what PEFT saves of a model's adapter, under the names of the state dict, in host memory.
+
+    Nothing else is gathered. Called by all ranks together.
+
+    Args:
+        keep: whether this rank wants them; others get {}.
+    """
+    from peft import get_peft_model_state_dict
+
+    held = {_plain(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
+    saved = {id(tensor) for tensor in get_peft_model_state_dict(model, state_dict=dict(held)).values()}
+    whole = {name: _whole(tensor, keep=keep) for name, tensor in held.items() if id(tensor) in saved}
+    return {name: tensor for name, tensor in whole.items() if tensor is not None}
+
+
+def write_weights(model: PreTrainedModel, folder: Path, *, rank: int, owners: int) -> list[Path]:
+    """Write the weights of a sharded model, file by file, each by one of the first `owners` ranks in turn.
+
+    Layers are gathered one after the other. Tied weights are written once, under their first name. Called by all ranks
+    together.
+
+    Returns:
+        This rank's files.
+
+    Raises:
+        OSError, SafetensorError: if this rank could not write a file, once all ranks are through.
+    """
+    held = _held(model)
+    files = list(_files(held))
+    written: list[Path] = []
+    names: dict[str, str] = {}
+    size = 0
+    failed: Exception | None = None
+    for number, file in enumerate(files):
+        path = folder / SAFE_WEIGHTS_NAME
+        if len(files) > 1:
+            path = folder / f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        layers: list[dict[str, Any]] = [
+            {name: _whole(held[name], keep=number % owners == rank) for name in layer} for layer in file
+        ]
+        if number % owners != rank:
+            continue
+        try:
+            stored = {k: v.contiguous() for whole in layers for k, v in revert_weight_conversion(model, whole).items()}
+            save_file(stored, path, {"format": "pt"})
+        except Exception as error:  # whatever it is, the others wait for this rank in the files that follow
+            failed = failed or error
+            continue
+        names |= dict.fromkeys(stored, path.name)
+        size += sum(tensor.nbytes for tensor in stored.values())
+        written.append(path)
+    parts = gather_on_first((names, size))
+    if failed is not None:
+        raise failed
+    if len(files) > 1 and rank == 0:
+        index = {
+            "metadata": {
+                "total_parameters": sum(map(_numel, held.values())),
+                "total_size": sum(size for _, size in parts),
+            },
+            "weight_map": {name: file for names, _ in parts for name, file in names.items()},
+        }
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return written
+
+
+def _plain(name: str) -> str:
+    """Return a name without that of activation checkpointing's wrapper."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def _held(model: Any) -> dict[str, Tensor]:
+    """Return what this rank has of the tensors that are saved, by name; of tied ones, the first."""
+    ignored = {*(getattr(model, "_keys_to_ignore_on_save", None) or ())}
+    seen: set[int] = set()
+    held = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if _plain(name) not in ignored and id(tensor) not in seen:
+            seen.add(id(tensor))
+            held[_plain(name)] = tensor
+    return held
+
+
+def _files(held: dict[str, Tensor]) -> Iterator[list[list[str]]]:
+    """Yield the layers of each file as lists of names: transformers may store several tensors of a layer as one."""
+    layers: dict[str, list[str]] = {}
+    for name in held:
+        found = _LAYER.match(name)
+        layers.setdefault(found[0] if found else name, []).append(name)
+    file: list[list[str]] = []
+    size = 0
+    for layer in layers.values():
+        added = sum(_numel(held[name]) * held[name].element_size() for name in layer)
+        if file and size + added > FILE_BYTES:
+            yield file
+            file, size = [], 0
+        file.append(layer)
+        size += added
+    yield file
+
+
+def _numel(tensor: Any) -> int:
+    return int(getattr(tensor, "ds_numel", tensor.numel()))
+
+
+def _whole(tensor: Any, *, keep: bool) -> Tensor | None:
+    """Gather a tensor, and return it in host memory if it is to be kept. Called by all ranks together."""
+    whole: Any = tensor.detach()
+    if isinstance(tensor, DTensor):
+        whole = whole.to(tensor.device_mesh.device_type).full_tensor()
+    elif hasattr(tensor, "ds_numel"):
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters([tensor]):
+            return tensor.detach().to("cpu", copy=True) if keep else None
+    return whole.to("cpu") if keep else None

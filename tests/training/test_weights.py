@@ -1,0 +1,143 @@
+"""A checkpoint's weights: Transformers' files from several ranks, which hold what the ranges of the states hold."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+from longctx.model.tiny import tiny_model
+from longctx.training.checkpoint import weights
+from tests.training.test_training import COMMON, logs_of_cases, make_documents, write_jsonl
+from tests.workers import run_ranks
+
+SMALL = 40_000
+"""Most bytes of a file, so that a small model has several."""
+ENGINES = {
+    "FSDP2": ["--sp", "2", "--sp_backend", "ring"],
+    "ZeRO-3": ["--sp", "2", "--sp_backend", "ulysses"],
+}
+ADAPTERS = {
+    "LoRA": [],
+    "DoRA": ["--use_dora", "True", "--lora_target_modules", "q_proj", "down_proj"],
+    "LoRA with a whole norm": ["--lora_modules_to_save", "norm"],
+}
+
+
+def save(cases):
+    """Train each case for a step and save it; returns the files that this rank has written, and what it gathered."""
+    files, gathered = [], Counter()
+    write, gather = weights.save_file, weights._whole
+
+    def save_file(tensors, path, metadata):
+        files.append(Path(path).name)
+        write(tensors, path, metadata)
+
+    def whole(tensor, *, keep):
+        gathered[keep] += 1
+        return gather(tensor, keep=keep)
+
+    with (
+        patch.object(weights, "FILE_BYTES", SMALL),
+        patch.object(weights, "save_file", save_file),
+        patch.object(weights, "_whole", whole),
+    ):
+        logs_of_cases(cases)
+    return files, gathered
+
+
+def run(cases, flags, folder, models):
+    """Save a checkpoint for each case on two ranks, and return what `save` does."""
+    data = write_jsonl(folder / "data.jsonl", make_documents([90, 40]))
+    common = [*COMMON, "--max_steps", "1", "--bf16", "False", "--dataset_name", data, *flags]
+    common += ["--model_name_or_path", models["GQA 4:2"], "--save_strategy", "steps", "--save_steps", "1"]
+    arguments = {case: [*common, *own, "--output_dir", str(folder / case)] for case, own in cases.items()}
+    return run_ranks(2, f"{__name__}:save", arguments)
+
+
+def ranges(folder):
+    """The fp32 weights that the states hold, by name."""
+    parts = {}
+    for file in folder.glob("states-*.safetensors"):
+        for key, values in load_file(file).items():
+            kind, start, name = key.split("|", 2)
+            if kind == "weight":
+                parts.setdefault(name, {})[int(start)] = values
+    return {name: torch.cat([held[start] for start in sorted(held)]) for name, held in parts.items()}
+
+
+def test_several_ranks_write_the_files_of_a_model(models, tmp_path):
+    results = run(ENGINES, [], tmp_path, models)
+    mine = [Counter(files) for files, _ in results]
+    assert not mine[0].keys() & mine[1].keys()
+    for case in ENGINES:
+        folder = tmp_path / case / "checkpoint-1"
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        files = {path.name: load_file(path) for path in folder.glob("model-*.safetensors")}
+        assert files.keys() == {*index["weight_map"].values()} == mine[0].keys() | mine[1].keys()
+        assert not (folder / "model.safetensors").exists()
+        assert len(files) > 2
+        found = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
+        assert index["weight_map"] == {name: file for file, tensors in files.items() for name in tensors}
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+        for name, values in ranges(folder).items():
+            assert torch.equal(found.pop(name).flatten(), values), name
+        assert not found, "tied weights are there once"
+        _, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not any(loading.values()), loading
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_of_an_adapter_nothing_else_is_gathered(engine, models, tmp_path):
+    """And what is saved is what PEFT's own names, and the states' ranges, say."""
+    results = run(ADAPTERS, ["--use_peft", "True", *ENGINES[engine]], tmp_path, models)
+    total = 0
+    for case in ADAPTERS:
+        folder = tmp_path / case / "checkpoint-1"
+        found = load_file(folder / "adapter_model.safetensors")
+        total += 2 * len(found)  # of the checkpoint, and of the result
+        for name, values in ranges(folder).items():
+            assert torch.equal(found.pop(saved_name(name)).flatten(), values), name
+        assert not found
+    assert [gathered for _, gathered in results] == [Counter({True: total}), Counter({False: total})]
+    assert [files for files, _ in results] == [[], []]
+
+
+def saved_name(name):
+    """PEFT's name in a file for one of a model's parameters."""
+    return (
+        name.replace(".modules_to_save.default", "").replace("vector.default.weight", "vector").replace(".default", "")
+    )
+
+
+def write_where_a_file_cannot_be(folder):
+    """Write a model into a folder that has a folder in the place of rank 1's first file; returns its error."""
+    model = tiny_model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with patch.object(weights, "FILE_BYTES", SMALL):
+        try:
+            weights.write_weights(model, Path(folder), rank=dist.get_rank(), owners=dist.get_world_size())
+        except Exception as error:
+            return str(error)
+    return None
+
+
+def test_a_rank_that_cannot_write_ends_when_all_are_through(tmp_path):
+    with patch.object(weights, "FILE_BYTES", SMALL):
+        count = len(list(weights._files(weights._held(tiny_model()))))
+    (tmp_path / f"model-00002-of-{count:05d}.safetensors").mkdir()
+    first, second = run_ranks(2, f"{__name__}:write_where_a_file_cannot_be", str(tmp_path))
+    assert first is None
+    assert "directory" in second
