@@ -6,12 +6,14 @@ import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from longctx.model.rows import StoredWeight
 from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
 from tests.small_model import save_small_model
 from tests.training.test_engines_of_models import save_model
@@ -187,3 +189,12 @@ def test_a_rank_takes_little_more_host_memory_than_its_shard(num_ranks, tmp_path
     for rise, shard in run_ranks(num_ranks, f"{__name__}:rise_of_host_memory", given):
         assert shard > 286e6 * 4 / num_ranks
         assert rise < 1.2 * shard
+
+
+def test_a_file_that_has_become_shorter_since_it_was_checked_is_refused(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(16))
+    weight = StoredWeight(file=file, start=0, stored=torch.float32, dtype=torch.float32)
+    weight.read(1, torch.empty(3), np.empty(64, dtype=np.uint8))
+    with pytest.raises(OSError, match="has become shorter"):
+        weight.read(1, torch.empty(4), np.empty(64, dtype=np.uint8))
