@@ -99,7 +99,7 @@ def save_model(folder, window=None):
 
 
 def train_all(cases):
-    """{case: its log, the tokens that reached the model, the rows that it predicted} on this process group."""
+    """{case: its log, the tokens that reached the model in training and beside it, the rows that it predicted}."""
     from accelerate.state import AcceleratorState
 
     from longctx.run import fit, load, prepare
@@ -111,20 +111,20 @@ def train_all(cases):
             del os.environ[name]
         os.environ.update(before | environment)
         prepared = prepare(resolve(parse_flags(arguments), read_profile(), os.environ))
-        model, seen = load(prepared), []
-        model.get_input_embeddings().register_forward_pre_hook(recorder(seen))
+        model, seen, evaluated = load(prepared), [], []
+        model.get_input_embeddings().register_forward_pre_hook(recorder(seen, evaluated))
         trainer = fit(prepared, model)
         predicted = trainer.predict(prepared.data.evaluation.documents).predictions
-        results[case] = {"log": trainer.state.log_history, "seen": seen, "predicted": [len(row) for row in predicted]}
+        results[case] = {"log": trainer.state.log_history, "seen": seen, "evaluated": evaluated}
+        results[case]["predicted"] = [len(row) for row in predicted]
     return results
 
 
-def recorder(seen):
-    """A hook that adds the tokens of every micro-batch in training to `seen`."""
+def recorder(seen, evaluated):
+    """A hook that adds the tokens of every micro-batch in training to `seen`, and of all others to `evaluated`."""
 
     def record(module, inputs):
-        if module.training:
-            seen.append(inputs[0].flatten().tolist())
+        (seen if module.training else evaluated).append(inputs[0].flatten().tolist())
 
     return record
 
@@ -147,6 +147,14 @@ def test_evaluation_is_not_multiplied_by_cp(peers):
     for name, model in peers.models.items():
         expected = dense_means(model, peers.evaluation)[0]["loss"]
         assert relative(peers.logged(name, "eval_loss")[:1], [expected]) <= BOUND
+
+
+def test_evaluation_is_cut_over_the_ranks(peers):
+    """transformers #46868: evaluation had no sequence parallelism, and no memory for what training had room for."""
+    for name in peers.models:
+        halves = [max(map(len, rank[name]["evaluated"])) for rank in peers.by_rank]
+        assert halves[0] == halves[1]
+        assert max(EVAL_LENGTHS) <= sum(halves) < max(EVAL_LENGTHS) + 16
 
 
 def test_prediction_returns_every_row_once(peers):
