@@ -34,6 +34,7 @@ FSDP1 = "torch.distributed.fsdp._runtime_utils._unshard"
 """Its limit of gathers in flight, at which the host waits by torch's design; FSDP2 has none."""
 EXPLAINED = {
     "longctx.layers.chunked.copies.synchronize": "Hidden states lie in host memory, where any code may read them.",
+    "longctx.layers.loss_tile._problem": "The loss's kernel is tried once a process, before its first use.",
     "longctx.parallel.SequenceParallel.count_label_tokens": "A loop may count the step's labels when it wants to.",
     "longctx.verify.": "Its checks look at results on the host.",
 }
