@@ -10,13 +10,15 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from longctx.model.tiny import tiny_model
 from longctx.training.checkpoint import weights
+from tests.training.test_engines_of_models import MODELS
 from tests.training.test_training import COMMON, logs_of_cases, make_documents, write_jsonl
 from tests.workers import run_ranks
 
@@ -110,6 +112,17 @@ def test_of_an_adapter_nothing_else_is_gathered(engine, models, tmp_path):
         assert not found
     assert [gathered for _, gathered in results] == [Counter({True: total}), Counter({False: total})]
     assert [files for files, _ in results] == [[], []]
+
+
+def test_an_adapter_is_saved_with_the_buffers_of_its_modules():
+    config = CONFIG_MAPPING["glm4_moe"](**MODELS["glm4_moe"][1])
+    lora = LoraConfig(target_modules=["q_proj"], modules_to_save=["gate"])
+    model = get_peft_model(AutoModelForCausalLM.from_config(config), lora)
+    expected = get_peft_model_state_dict(model)
+    assert any(name.endswith("e_score_correction_bias") for name in expected)
+    found = get_peft_model_state_dict(model, state_dict=weights.adapter_weights(model, keep=True))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], values) for name, values in expected.items())
 
 
 def saved_name(name):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from longctx.ranks.agreement import gather_on_first, on_all_ranks
+from longctx.ranks.agreement import gather_objects, gather_on_first, on_all_ranks
 from longctx.upstream.accelerate_internals import fsdp2_plugin
 
 FILE_BYTES = 5 * 10**9
@@ -42,8 +41,8 @@ def write_model(trainer: Any, folder: Path) -> list[Path]:
     elif any(isinstance(weight, DTensor) or hasattr(weight, "ds_numel") for weight in model.parameters()):
         on_all_ranks(lambda: trainer._save(str(folder), {}))
         owners = args.world_size
-        if args.save_on_each_node:  # whose files other nodes do not see
-            owners = int(os.environ.get("LOCAL_WORLD_SIZE", owners))
+        if args.save_on_each_node or args.save_only_model:  # other nodes may not see the folder
+            owners = gather_objects(args.process_index - args.local_process_index).count(0)
         return on_all_ranks(lambda: write_weights(model, folder, rank=args.process_index, owners=owners))
     on_all_ranks(lambda: trainer._save(str(folder), states))
     return []
@@ -59,7 +58,8 @@ def adapter_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     """
     from peft import get_peft_model_state_dict
 
-    held = {_plain(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
+    named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    held = {_plain(name): tensor for name, tensor in named.items()}
     saved = {id(tensor) for tensor in get_peft_model_state_dict(model, state_dict=dict(held)).values()}
     whole = {name: _whole(tensor, keep=keep) for name, tensor in held.items() if id(tensor) in saved}
     return {name: tensor for name, tensor in whole.items() if tensor is not None}
