@@ -10,9 +10,8 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from longctx.model.files import FLOATS, weight_files
+from longctx.ranks.agreement import on_all_ranks
 from longctx.upstream.accelerate_internals import shards_filled
 from longctx.upstream.transformers_internals import changes_weights, needs_whole_weights
 
@@ -79,12 +79,25 @@ def _stored_in(path: Path) -> Iterator[tuple[str, StoredWeight]]:
             yield name, StoredWeight(file=path, start=8 + length + held["data_offsets"][0], stored=dtype, dtype=dtype)
 
 
+@contextmanager
+def _unreadable_named() -> Iterator[None]:
+    """Raise ValueError, which ends all ranks with one line, in place of OSError: the files have been checked before."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"The model's weights can no longer be read: {error}") from error
+
+
+@_unreadable_named()
 def obstacle_to_rows(model: PreTrainedModel, name: str, revision: str | None) -> str | None:
     """Return why a rank cannot read only its rows of a model's weights; None if it can.
 
     Args:
         model: on the meta device. Its saved buffers are read here, and its parameters remember where they are stored.
         name: the model's folder or its name on the hub.
+
+    Raises:
+        ValueError: if a file cannot be read.
     """
     files = weight_files(name, revision, download=True)
     if any(file.suffix != ".safetensors" for file in files):
@@ -133,24 +146,29 @@ def on_cpu_without_memory(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def rows_read(model: nn.Module) -> Iterator[None]:
-    """Read this rank's rows of the parameters that know where they are stored, when FSDP2 wraps the model inside."""
+    """Read this rank's rows of the parameters that know where they are stored, when FSDP2 wraps the model inside.
+
+    All ranks enter it together.
+
+    Raises:
+        RefusedOnAllRanks: on every rank if one cannot read a file.
+    """
     held = model.state_dict(keep_vars=True)
     stored = {name: value.stored for name, value in held.items() if hasattr(value, "stored")}
-    if not stored:
-        yield
-        return
-    buffer = np.empty(_BLOCK_BYTES, dtype=np.uint8)
-    with shards_filled(partial(_fill, stored, buffer)):
+    with shards_filled(lambda shards: on_all_ranks(lambda: _fill(shards, stored))) if stored else nullcontext():
         yield
 
 
+@_unreadable_named()
 @torch.no_grad()
-def _fill(stored: Mapping[str, StoredWeight], buffer: NDArray[np.uint8], name: str, shard: Any, whole: Tensor) -> None:
-    """Fill a shard, a DTensor, with what is stored, or with its rows of a parameter that every rank has made alike."""
-    _, offsets = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
-    local, start = shard.to_local(), offsets[0]
-    if name in stored:
-        stored[name].read(start * math.prod(shard.shape[1:]), local, buffer)
-    else:
-        assert not whole.is_meta, f"{name} has no values, and is not stored"
-        local.copy_(whole[start : start + len(local)])
+def _fill(shards: Mapping[str, tuple[Any, Tensor]], stored: Mapping[str, StoredWeight]) -> None:
+    """Fill shards, DTensors, with what is stored, or with their rows of parameters that every rank has made alike."""
+    buffer = np.empty(_BLOCK_BYTES, dtype=np.uint8)
+    for name, (shard, whole) in shards.items():
+        _, offsets = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
+        local, start = shard.to_local(), offsets[0]
+        if name in stored:
+            stored[name].read(start * math.prod(shard.shape[1:]), local, buffer)
+        else:
+            assert not whole.is_meta, f"{name} has no values, and is not stored"
+            local.copy_(whole[start : start + len(local)])

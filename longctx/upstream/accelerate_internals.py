@@ -99,12 +99,12 @@ def allow_meta(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 @contextmanager
-def shards_filled(fill: Callable[[str, Any, Tensor], None]) -> Iterator[None]:
-    """Call `fill` for every shard of a model that is wrapped inside, where accelerate would send rank 0's weights.
+def shards_filled(fill: Callable[[dict[str, tuple[Any, Tensor]]], object]) -> Iterator[None]:
+    """Call `fill` with all shards of a model that is wrapped inside, where accelerate would send rank 0's weights.
 
     Args:
-        fill: is given a parameter's name in the state dict, this rank's shard, a DTensor that is not yet initialised,
-            and the parameter before it was cut.
+        fill: is given, by the parameter's name in the state dict, this rank's shard, a DTensor that is not yet
+            initialised, and the parameter before it was cut.
     """
     import torch
     from accelerate.utils import fsdp_utils
@@ -113,12 +113,14 @@ def shards_filled(fill: Callable[[str, Any, Tensor], None]) -> Iterator[None]:
 
     def fill_all(accelerator: Accelerator, model: nn.Module, whole: dict[str, Tensor], cpu_offload: bool) -> None:
         filled: dict[Any, nn.Parameter] = {}
+        named: dict[str, tuple[Any, Tensor]] = {}
         shards = model.state_dict(keep_vars=True)
         for name, shard in shards.items():
             if shard not in filled:  # once for tied weights
                 on_device = torch.empty_like(shard, device="cpu" if cpu_offload else accelerator.device)
-                fill(name, on_device, whole[name])
+                named[name] = on_device, whole[name]
                 filled[shard] = torch.nn.Parameter(on_device, requires_grad=shard.requires_grad)
+        fill(named)
         model.load_state_dict({name: filled[shard] for name, shard in shards.items()}, assign=True)
 
     fsdp_utils.fsdp2_load_full_state_dict = fill_all
