@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from longctx.ranks.agreement import gather_objects, gather_on_first, on_all_ranks
+from longctx.ranks.agreement import broadcast_object, gather_objects, gather_on_first, on_all_ranks
 from longctx.upstream.accelerate_internals import fsdp2_plugin
 
 FILE_BYTES = 5 * 10**9
@@ -54,14 +54,17 @@ def adapter_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     Nothing else is gathered. Called by all ranks together.
 
     Args:
-        keep: whether this rank wants them; others get {}.
+        keep: whether this rank wants them, which rank 0 does; others get {}.
     """
     from peft import get_peft_model_state_dict
 
     named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     held = {_plain(name): tensor for name, tensor in named.items()}
-    saved = {id(tensor) for tensor in get_peft_model_state_dict(model, state_dict=dict(held)).values()}
-    whole = {name: _whole(tensor, keep=keep) for name, tensor in held.items() if id(tensor) in saved}
+    names: list[str] = []
+    if keep:  # PEFT asks the hub about the base model, and ranks must gather alike
+        saved = {id(tensor) for tensor in get_peft_model_state_dict(model, state_dict=dict(held)).values()}
+        names = [name for name, tensor in held.items() if id(tensor) in saved]
+    whole = {name: _whole(held[name], keep=keep) for name in broadcast_object(names)}
     return {name: tensor for name, tensor in whole.items() if tensor is not None}
 
 
