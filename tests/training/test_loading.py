@@ -198,3 +198,28 @@ def test_a_file_that_has_become_shorter_since_it_was_checked_is_refused(tmp_path
     weight.read(1, torch.empty(3), np.empty(64, dtype=np.uint8))
     with pytest.raises(OSError, match="has become shorter"):
         weight.read(1, torch.empty(4), np.empty(64, dtype=np.uint8))
+
+
+def refusal_where_the_file_is_gone(arguments, file):
+    """What a run ends with on this rank if its weights are removed after they have been checked."""
+    from longctx.run import fit, load, prepare
+    from longctx.settings.flags import SFT
+    from longctx.settings.launcher import read_profile
+    from longctx.settings.read import parse_flags
+    from longctx.settings.resolve import resolve
+
+    prepared = prepare(resolve(parse_flags(arguments, SFT), read_profile(), os.environ))
+    model = load(prepared)
+    Path(file).unlink(missing_ok=True)
+    with pytest.raises(ValueError, match="can no longer be read") as refused:
+        fit(prepared, model)
+    return str(refused.value)
+
+
+def test_a_file_that_is_gone_when_rows_are_read_ends_all_ranks_with_one_line(tmp_path):
+    folder = save({}, torch.float32, tmp_path / "model")
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents([20, 30, 40, 50]))
+    given = [*FLAGS, "--num_processes", "2", "--model_name_or_path", folder, "--dataset_name", data]
+    given += ["--output_dir", str(tmp_path / "output")]
+    messages = run_ranks(2, f"{__name__}:refusal_where_the_file_is_gone", given, f"{folder}/model.safetensors")
+    assert all("No such file" in message for message in messages)
