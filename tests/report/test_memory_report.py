@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,6 +110,26 @@ def test_uneven_memory_and_retries_are_warned_of() -> None:
     uneven, retried = peaks([40 * GIB, 60 * GIB], [GIB, GIB], retries=3).warnings()
     assert "rank 1 took 60.0 GiB, 20% above the mean of 50.0" in uneven[1]
     assert "tried again 3 times" in retried[1]
+
+
+def warned_of(arguments):
+    """Train where rank 1 has 1.5 GiB more in memory; returns the warnings of uneven memory, and the logged steps."""
+    from tests.training.test_training import log_of
+
+    held = torch.ones((3 << 29) * dist.get_rank() + 1, dtype=torch.uint8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        log = log_of(arguments)
+    assert held.all()
+    return [str(w.message) for w in caught if "uneven" in str(w.message)], sum("loss" in entry for entry in log)
+
+
+def test_uneven_memory_is_warned_of_once(tmp_path) -> None:
+    flags = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib", "--overlong", "drop", "--max_length", "2048"]
+    flags += ["--sp", "2", "--max_steps", "3", "--logging_steps", "1", "--report_to", "none", "--save_strategy", "no"]
+    for given, logged in run_ranks(2, f"{__name__}:warned_of", [*flags, "--output_dir", str(tmp_path / "out")]):
+        assert logged == 3
+        assert [message.partition(" took")[0] for message in given] == ["host memory is uneven: rank 1"]
 
 
 def test_this_process_is_measured() -> None:
