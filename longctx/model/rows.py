@@ -97,12 +97,18 @@ def obstacle_to_rows(model: PreTrainedModel, name: str, revision: str | None) ->
         name: the model's folder or its name on the hub.
 
     Raises:
-        ValueError: if a file cannot be read.
+        ValueError: if a file cannot be read, or holds a weight both with and without the prefix of the model's type.
     """
     files = weight_files(name, revision, download=True)
     if any(file.suffix != ".safetensors" for file in files):
         return "its weights are not in safetensors files"
     stored = dict(chain.from_iterable(map(_stored_in, files)))
+    prefix = f"{model.base_model_prefix}."
+    if (twice := next((key for key in stored if prefix + key in stored), None)) is not None:
+        raise ValueError(
+            f"The weights of {name} hold both {twice} and {prefix}{twice}, and the model has room for one of them. "
+            "Remove the other from the files."
+        )
     values: dict[str, Any] = model.state_dict(keep_vars=True)
     tied = {id(value) for key, value in values.items() if key in stored}
     if (

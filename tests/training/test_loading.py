@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from longctx.model.rows import StoredWeight
+from longctx.model.rows import StoredWeight, obstacle_to_rows
 from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
 from tests.small_model import save_small_model
 from tests.training.test_engines_of_models import save_model
@@ -223,3 +223,13 @@ def test_a_file_that_is_gone_when_rows_are_read_ends_all_ranks_with_one_line(tmp
     given += ["--output_dir", str(tmp_path / "output")]
     messages = run_ranks(2, f"{__name__}:refusal_where_the_file_is_gone", given, f"{folder}/model.safetensors")
     assert all("No such file" in message for message in messages)
+
+
+def test_a_weight_that_is_stored_under_two_names_is_refused(tmp_path):
+    """Transformers reads both names as that of one parameter."""
+    tiny_model().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    save_file(stored | {"norm.weight": stored["model.norm.weight"] + 1}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"hold both norm.weight and model.norm.weight"):
+        obstacle_to_rows(tiny_model(), str(tmp_path), None)
