@@ -326,13 +326,10 @@ class Catalogue:
 
     def predicted(self, probe: Probe) -> dict[str, Any]:
         """Of a probe's line: bytes that tensors take at the peak of one of our own steps, unless it is refused."""
-        if (
-            not isinstance(probe.argument, Task)
-            or probe.argument.stack == TRL
-            or not (setup := self.setup(probe.about))
-        ):
+        if not isinstance(probe.argument, Task) or probe.argument.stack == TRL:
             return {}
-        return {"predicted_bytes": predict(setup, probe.argument.length).allocated_bytes}
+        setup = self.setup(probe.about)
+        return {"predicted_bytes": predict(setup, probe.argument.length).allocated_bytes} if setup else {}
 
     def setup(self, line: Mapping[str, Any]) -> MemorySetup | None:
         """What the prediction of a line's step is made from; None if the run is refused, for want of a package here."""

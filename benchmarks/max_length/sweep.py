@@ -111,7 +111,7 @@ class Sweep:
             raise self._left_out
 
     def _in_time(self, work: Callable[..., bool | None], *about: Any) -> bool | None:
-        """Return what `work` returns. None where one of its probes does not fit the time, since a cheaper one may."""
+        """Return what `work` returns, or None if one of its probes takes longer than is left; a cheaper one may not."""
         try:
             return work(*about)
         except TimeIsUp as left_out:

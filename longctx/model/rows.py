@@ -38,11 +38,11 @@ class StoredWeight:
 
     file: Path
     start: int
-    """Bytes of the file before them."""
+    """Offset of the first value in the file, in bytes."""
     stored: torch.dtype
-    """That of the file."""
+    """The dtype in the file."""
     dtype: torch.dtype
-    """What values are rounded to, before accelerate makes trained parameters fp32."""
+    """The dtype that values are rounded to, before accelerate makes trained parameters fp32."""
 
     def read(self, first: int, into: Tensor, buffer: NDArray[np.uint8]) -> None:
         """Read values from the `first` on into a contiguous tensor of any dtype and device.
@@ -122,13 +122,13 @@ def obstacle_to_rows(model: PreTrainedModel, name: str, revision: str | None) ->
         if key not in stored or hasattr(value, "stored"):
             continue
         found = replace(stored[key], dtype=value.dtype)
-        if isinstance(value, nn.Parameter):
-            value.stored = found  # type: ignore[attr-defined]
+        module_name, _, own_name = key.rpartition(".")
+        buffers = model.get_submodule(module_name)._buffers
+        if own_name in buffers:
+            buffers[own_name] = torch.empty_like(value, device="cpu")
+            found.read(0, buffers[own_name], buffer)
         else:
-            module, _, name_in_module = key.rpartition(".")
-            read = torch.empty_like(value, device="cpu")
-            found.read(0, read, buffer)
-            model.get_submodule(module)._buffers[name_in_module] = read
+            value.stored = found
     return None
 
 
@@ -168,7 +168,10 @@ def rows_read(model: nn.Module) -> Iterator[None]:
 @_unreadable_named()
 @torch.no_grad()
 def _fill(shards: Mapping[str, tuple[Any, Tensor]], stored: Mapping[str, StoredWeight]) -> None:
-    """Fill shards, DTensors, with what is stored, or with their rows of parameters that every rank has made alike."""
+    """Fill shards, which are DTensors, with their rows.
+
+    Rows of stored parameters are read. All others are copied from the whole parameter, which every rank has made alike.
+    """
     buffer = np.empty(_BLOCK_BYTES, dtype=np.uint8)
     for name, (shard, whole) in shards.items():
         _, offsets = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)

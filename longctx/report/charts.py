@@ -177,7 +177,7 @@ def _of_rank(entries: Sequence[Mapping[str, Any]], kind: str, rank: int) -> list
 
 
 def _times(steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Draw where the time went, over the steps and, where the log has all ranks, by rank."""
+    """Draw where the time went over the steps, and by rank if the log lists all ranks."""
     timed = _timed(steps)
     shares = {part: [(e["step"], e["seconds"][part]["mean"] / _total(e)) for e in timed] for part in PARTS}
     parts = [

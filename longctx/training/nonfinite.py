@@ -52,7 +52,7 @@ def meet_nonfinite(trainer: Any, model: nn.Module, grad_norm: float) -> None:
 
 
 def documents_of_step(trainer: Any) -> tuple[list[int] | None, list[int] | None]:
-    """Return the numbers of the current step's rows of all ranks, and of their documents; None for a stream."""
+    """Return the numbers of the rows and of the documents that the current step has on all ranks; None for a stream."""
     if isinstance(trainer.train_dataset, PackedStream):
         return None, None
     sampler = trainer.step_sampler(dp_rank=0)

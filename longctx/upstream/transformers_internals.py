@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime, tzinfo
 from functools import partial
 from types import FunctionType
@@ -182,23 +181,16 @@ ON_META: Mapping[str, Any] = {"device_map": {"": "meta"}}
 """A keyword of `from_pretrained`."""
 
 
-@contextmanager
-def without_values() -> Iterator[None]:
-    """Make `from_pretrained` with ON_META do all but read values: weights and saved buffers are on the meta device.
+def without_values() -> AbstractContextManager[None]:
+    """Return a context in which `from_pretrained` with ON_META does all but read values.
 
-    It computes all other buffers, as it does on the ranks of FSDP that are not the first of their node.
+    Weights and saved buffers are then on the meta device. All other buffers are computed, as they are on the ranks of
+    FSDP that are not the first of their node.
     """
+    from accelerate.utils import patch_environment
+
     rank = {"LOCAL_RANK": "-1", "ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-    before = {name: os.environ.get(name) for name in rank}
-    os.environ.update(rank)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return patch_environment(**rank)
 
 
 def drop_values(model: PreTrainedModel) -> None:

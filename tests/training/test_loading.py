@@ -37,7 +37,7 @@ BY_ROWS = {  # ranks, flags, settings of the model, dtype of its files
 
 
 class _Wrapped(Exception):
-    """Ends a run once its model is wrapped."""
+    """Raised to end a run once its model is wrapped."""
 
 
 def shards_of(cases):
@@ -148,13 +148,19 @@ def test_rank_0_sends_weights_that_cannot_be_read_by_rows(case, tmp_path):
         check_against_files([rank["chosen"][1] for rank in ranks], folder, torch.float32)
 
 
-def rise_of_host_memory(arguments):
-    """How far this rank's host memory rises while its model is loaded and wrapped, and the size of its shard; bytes."""
-    from longctx.run import fit, load, prepare
-    from longctx.settings.flags import SFT
+def prepared_run(arguments):
+    """A run of these flags, before its model is loaded."""
+    from longctx.run import prepare
     from longctx.settings.launcher import read_profile
     from longctx.settings.read import parse_flags
     from longctx.settings.resolve import resolve
+
+    return prepare(resolve(parse_flags(arguments), read_profile(), os.environ))
+
+
+def rise_of_host_memory(arguments):
+    """How far this rank's host memory rises while its model is loaded and wrapped, and the size of its shard; bytes."""
+    from longctx.run import fit, load
     from longctx.training import trainer as training
 
     def measure(trainer, nonfinite):
@@ -162,7 +168,7 @@ def rise_of_host_memory(arguments):
         raise _Wrapped(sum(shard.nbytes for shard in shards))
 
     training.check_before_training = measure
-    prepared = prepare(resolve(parse_flags(arguments, SFT), read_profile(), os.environ))
+    prepared = prepared_run(arguments)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = host_memory("VmRSS")
     with pytest.raises(_Wrapped) as wrapped:
@@ -202,13 +208,9 @@ def test_a_file_that_has_become_shorter_since_it_was_checked_is_refused(tmp_path
 
 def refusal_where_the_file_is_gone(arguments, file):
     """What a run ends with on this rank if its weights are removed after they have been checked."""
-    from longctx.run import fit, load, prepare
-    from longctx.settings.flags import SFT
-    from longctx.settings.launcher import read_profile
-    from longctx.settings.read import parse_flags
-    from longctx.settings.resolve import resolve
+    from longctx.run import fit, load
 
-    prepared = prepare(resolve(parse_flags(arguments, SFT), read_profile(), os.environ))
+    prepared = prepared_run(arguments)
     model = load(prepared)
     Path(file).unlink(missing_ok=True)
     with pytest.raises(ValueError, match="can no longer be read") as refused:

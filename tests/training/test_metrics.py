@@ -204,7 +204,7 @@ ENTRY = {
 
 @pytest.mark.parametrize("num_ranks", [64, 65, 1024])
 def test_a_log_entry_does_not_grow_with_the_ranks(num_ranks):
-    """Up to 64 ranks, it has the numbers of each. The group is torch's own that sends nothing."""
+    """It lists the numbers of each rank on up to 64 ranks, which torch's `fake` backend stands for."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         metrics = StepMetrics(

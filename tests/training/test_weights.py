@@ -100,7 +100,7 @@ def test_several_ranks_write_the_files_of_a_model(models, tmp_path):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_of_an_adapter_nothing_else_is_gathered(engine, models, tmp_path):
-    """And what is saved is what PEFT's own names, and the states' ranges, say."""
+    """The file has PEFT's own names, and the values that the states hold."""
     results = run(ADAPTERS, ["--use_peft", "True", *ENGINES[engine]], tmp_path, models)
     total = 0
     for case in ADAPTERS:

@@ -83,7 +83,12 @@ def update_working_weights(model: nn.Module, optimizer: Any) -> None:
 def _trained(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            yield name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""), parameter
+            yield name_without_wrappers(name), parameter
+
+
+def name_without_wrappers(name: str) -> str:
+    """Return a parameter's name in the model without an engine and without wrappers of activation checkpointing."""
+    return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
 
 
 def _of_shards(

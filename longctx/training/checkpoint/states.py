@@ -25,7 +25,7 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from longctx.training.checkpoint.files import CheckpointError, Manifest, damage_named
-from longctx.training.checkpoint.shards import ParameterShard
+from longctx.training.checkpoint.shards import ParameterShard, name_without_wrappers
 
 
 def random_file(folder: Path, rank: int) -> Path:
@@ -200,7 +200,7 @@ def nonfinite_weights(model: nn.Module) -> list[str]:
         if isinstance(held, DTensor):
             held = held.to_local()
         if held is not None and held.numel() and not torch.isfinite(torch.linalg.vector_norm(held, math.inf)):
-            found.append(name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""))
+            found.append(name_without_wrappers(name))
     return found
 
 

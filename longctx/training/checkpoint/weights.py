@@ -1,4 +1,4 @@
-"""A model's weights as Transformers' files, of which no rank holds more than one at a time."""
+"""A model's weights in Transformers' files, of which a rank holds one at a time in host memory."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from longctx.ranks.agreement import broadcast_object, gather_objects, gather_on_first, on_all_ranks
+from longctx.training.checkpoint.shards import name_without_wrappers
 from longctx.upstream.accelerate_internals import fsdp2_plugin
 
 FILE_BYTES = 5 * 10**9
@@ -30,7 +31,7 @@ def write_model(trainer: Any, folder: Path) -> list[Path]:
     The Trainer would gather the whole model in rank 0's memory, even if an adapter alone is trained.
 
     Returns:
-        The files of weights that this rank has written besides rank 0's.
+        The files of a sharded model's weights that this rank has written. Rank 0 has written all others.
     """
     model, args = trainer.model, trainer.args
     states: dict[str, Tensor] | None = None
@@ -59,7 +60,7 @@ def adapter_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
     named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    held = {_plain(name): tensor for name, tensor in named.items()}
+    held = {name_without_wrappers(name): tensor for name, tensor in named.items()}
     names: list[str] = []
     if keep:  # PEFT asks the hub about the base model, and ranks must gather alike
         saved = {id(tensor) for tensor in get_peft_model_state_dict(model, state_dict=dict(held)).values()}
@@ -90,10 +91,9 @@ def write_weights(model: PreTrainedModel, folder: Path, *, rank: int, owners: in
         path = folder / SAFE_WEIGHTS_NAME
         if len(files) > 1:
             path = folder / f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        layers: list[dict[str, Any]] = [
-            {name: _whole(held[name], keep=number % owners == rank) for name in layer} for layer in file
-        ]
-        if number % owners != rank:
+        is_owner = number % owners == rank
+        layers: list[dict[str, Any]] = [{name: _whole(held[name], keep=is_owner) for name in layer} for layer in file]
+        if not is_owner:
             continue
         try:
             stored = {k: v.contiguous() for whole in layers for k, v in revert_weight_conversion(model, whole).items()}
@@ -119,20 +119,16 @@ def write_weights(model: PreTrainedModel, folder: Path, *, rank: int, owners: in
     return written
 
 
-def _plain(name: str) -> str:
-    """Return a name without that of activation checkpointing's wrapper."""
-    return name.replace("_checkpoint_wrapped_module.", "")
-
-
 def _held(model: Any) -> dict[str, Tensor]:
     """Return what this rank has of the tensors that are saved, by name; of tied ones, the first."""
     ignored = {*(getattr(model, "_keys_to_ignore_on_save", None) or ())}
     seen: set[int] = set()
     held = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if _plain(name) not in ignored and id(tensor) not in seen:
+    for wrapped, tensor in model.state_dict(keep_vars=True).items():
+        name = name_without_wrappers(wrapped)
+        if name not in ignored and id(tensor) not in seen:
             seen.add(id(tensor))
-            held[_plain(name)] = tensor
+            held[name] = tensor
     return held
 
 
