@@ -19,7 +19,7 @@ from longctx.model.load import load_config, load_model
 from longctx.model.tiny import tiny_tokenizer
 from longctx.settings.launcher import read_profile
 from longctx.training.checkpoint.files import Manifest, read_manifest, write_manifest
-from longctx.training.checkpoint.states import StateReader
+from longctx.training.checkpoint.storage import StateReader
 from longctx.training.dataset import _template
 from tests.training.test_key_fields import identity
 
@@ -42,9 +42,9 @@ def test_manifests_and_states_that_are_damaged_are_named(tmp_path):
         write_manifest(tmp_path, replace(whole, files={"a": known}))
         with pytest.raises(ValueError, match="of a is"):
             read_manifest(tmp_path)
-    (tmp_path / "states-00000-000.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(ValueError, match=r"states-00000-000.safetensors cannot be read"):
-        StateReader(tmp_path)
+    (tmp_path / "index.json").write_text("no index")
+    with pytest.raises(ValueError, match=r"index.json is damaged: Expecting value"):
+        StateReader(tmp_path, {})
 
 
 @pytest.mark.parametrize(

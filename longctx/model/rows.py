@@ -69,8 +69,8 @@ class StoredWeight:
                 block.copy_(values if block.dtype == self.dtype else values.to(self.dtype))
 
 
-def _stored_in(path: Path) -> Iterator[tuple[str, StoredWeight]]:
-    """Yield the tensors of a safetensors file, which has been checked before, by name."""
+def stored_weights(path: Path) -> Iterator[tuple[str, StoredWeight]]:
+    """Yield the floating-point tensors of a safetensors file, which has been checked before, by name."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -102,7 +102,7 @@ def obstacle_to_rows(model: PreTrainedModel, name: str, revision: str | None) ->
     files = weight_files(name, revision, download=True)
     if any(file.suffix != ".safetensors" for file in files):
         return "its weights are not in safetensors files"
-    stored = dict(chain.from_iterable(map(_stored_in, files)))
+    stored = dict(chain.from_iterable(map(stored_weights, files)))
     prefix = f"{model.base_model_prefix}."
     if (twice := next((key for key in stored if prefix + key in stored), None)) is not None:
         raise ValueError(

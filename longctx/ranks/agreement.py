@@ -39,14 +39,39 @@ class RefusedOnAllRanks(ValueError):
         """Whether this rank reports the reason."""
 
 
-def on_all_ranks(work: Callable[[], Result]) -> Result:
+class Channel:
+    """A connection of its own to the process group's store, over which the threads of one kind of all ranks meet.
+
+    Ranks count their meetings, so a thread may not use the main thread's.
+    """
+
+    def __init__(self, name: str):
+        self.name = f"{name}/"
+        self.store: dist.Store = dist.HashStore()
+        if dist.is_initialized():
+            self.store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+
+
+def on_all_ranks(work: Callable[[], Result], channel: Channel | None = None) -> Result:
     """Run `work` on all ranks at once, and return when all have finished, however long that takes.
+
+    Args:
+        channel: of the thread that calls this, unless it is the main thread.
 
     Raises:
         RefusedOnAllRanks: on every rank once `work` raises ValueError on one; on the other ranks after another error.
             A single process raises the ValueError itself.
     """
-    return _meet(work, lambda meeting: None)
+    return _meet(work, channel=channel)
+
+
+def gathered_on_first(work: Callable[[], Result], channel: Channel | None = None) -> list[Result]:
+    """Run `work` as `on_all_ranks` does, and return what it returned on every rank, by rank, on rank 0; [] elsewhere.
+
+    Args:
+        work: returns what JSON can hold.
+    """
+    return _meet(work, channel=channel, gather=True)
 
 
 def main_process_first(work: Callable[[], Result], folder: str | Path) -> Result:
@@ -57,7 +82,7 @@ def main_process_first(work: Callable[[], Result], folder: str | Path) -> Result
     Raises:
         RefusedOnAllRanks: as in `on_all_ranks`.
     """
-    return _meet(work, lambda meeting: meeting.wait_for_turn(Path(folder)))
+    return _meet(work, folder=Path(folder))
 
 
 def check_agreement(mine: Mapping[str, Any]) -> None:
@@ -170,16 +195,21 @@ def exit_with_others(seconds: float = LEAVE_SECONDS) -> None:
         dist.destroy_process_group()
 
 
-def _meet(work: Callable[[], Result], wait_for_turn: Callable[[_Meeting], None]) -> Result:
+def _meet(
+    work: Callable[[], Any], *, folder: Path | None = None, channel: Channel | None = None, gather: bool = False
+) -> Any:
     watchdog = current_watchdog()
     if watchdog is None:
-        return work()
-    meeting = _Meeting(watchdog)
+        return [work()] if gather else work()
+    meeting = _Meeting(watchdog, channel)
     try:
-        wait_for_turn(meeting)
+        if folder is not None:
+            meeting.wait_for_turn(folder)
         result = work()
-        meeting.finish_turn()
+        meeting.finish_turn(json.dumps(result) if gather else "")
         meeting.wait_for_all()
+        if gather:
+            result = meeting.results()
     except RefusedOnAllRanks:
         raise
     except ValueError as error:
@@ -195,11 +225,12 @@ def _meet(work: Callable[[], Result], wait_for_turn: Callable[[_Meeting], None])
 class _Meeting:
     """The keys of one call in the process group's store. All ranks make the same calls in the same order."""
 
-    def __init__(self, watchdog: Watchdog) -> None:
+    def __init__(self, watchdog: Watchdog, channel: Channel | None) -> None:
         self.watchdog, self.rank, self.world_size = watchdog, watchdog.rank, watchdog.world_size
-        store = dist.distributed_c10d._get_default_store()
-        number = store.add(f"longctx/calls/{self.rank}", 1)
-        self.store = dist.PrefixStore(f"longctx/{number}", store)
+        store = channel.store if channel else dist.distributed_c10d._get_default_store()
+        kind = f"longctx/{channel.name if channel else ''}"
+        number = store.add(f"{kind}calls/{self.rank}", 1)
+        self.store = dist.PrefixStore(f"{kind}{number}", store)
         self.probe: Path | None = None
         self.group: str | None = None
         self._heard: dict[int, tuple[bytes, float]] = {}
@@ -233,11 +264,11 @@ class _Meeting:
         else:
             self._wait(lambda: self.store.check([f"done/{node}"]))
 
-    def finish_turn(self) -> None:
+    def finish_turn(self, result: str = "") -> None:
         """Record that this rank's work is done, so that ranks waiting for it continue."""
         if self.group is not None:
             self.store.set(f"done/{self.group}", "")
-        self.store.set(f"ready/{self.rank}", "")
+        self.store.set(f"ready/{self.rank}", result)
 
     def wait_for_all(self) -> None:
         """Wait until every rank has finished its work; rank 0 watches the others, and they watch rank 0."""
@@ -247,6 +278,14 @@ class _Meeting:
         for rank in range(1, self.world_size):
             self._wait(functools.partial(self.store.check, [f"ready/{rank}"]), watched=range(rank, self.world_size))
         self.store.set("all ready", "")
+
+    def results(self) -> list[Any]:
+        """Return on rank 0 what every rank has passed to `finish_turn`."""
+        keys = [f"ready/{rank}" for rank in range(self.world_size)] if self.rank == 0 else []
+        found = [json.loads(self.store.get(key)) for key in keys]
+        for key in keys:  # which may be long
+            self.store.delete_key(key)
+        return found
 
     def close(self) -> None:
         if self.probe is not None:

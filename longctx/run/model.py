@@ -130,6 +130,7 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         mixture=prepared.data.mixture,
         data_identity=prepared.data_identity,
         on_nonfinite=settings["on_nonfinite"],
+        save_async=settings["save_async"],
         base_config=run.model_config if changes_base(settings) else None,
     )
     if run.engine == "fsdp2":

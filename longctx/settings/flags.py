@@ -315,8 +315,7 @@ _ROWS = (
              "Data type of gradient reduction: fp32, bf16 or auto (fp32, but on DeepSpeed its own default).", own=True,
              values=("auto", "fp32", "bf16")),
         Flag("bf16", BOOL, None, "Train in bfloat16 mixed precision.", default_is="on GPUs", resume="same"),
-        Flag("fp16", BOOL, False, "Train in float16 mixed precision.",
-             values=(False,),
+        Flag("fp16", BOOL, False, "Train in float16 mixed precision.", values=(False,),
              reason="float16 needs a scaled loss and skips the steps that overflow, which is not compared with one "
              "device. --bf16 True is"),
         Flag("tf32", BOOL, None,
@@ -350,6 +349,7 @@ _ROWS = (
         Flag("save_total_limit", INT, None,
              "Number of checkpoints to keep; older ones go, but never the best if it is loaded at the end."),
         Flag("save_only_model", BOOL, False, "Save checkpoints of the model alone, from which no run can resume."),
+        Flag("save_async", BOOL, False, "Write checkpoints while training goes on (copied to host memory).", own=True),
         Flag("save_on_each_node", BOOL, False, "Save on every node, for nodes that do not share --output_dir."),
         Flag("logging_strategy", TEXT, "steps", "When to log: no, steps or epoch.", values=("no", "steps", "epoch")),
         Flag("logging_steps", FLOAT, 10, "Steps between log lines. A number below 1 is a share of all steps.", ours=1,

@@ -125,10 +125,6 @@ class StepMetrics:
 
         With another number of ranks, rank 0 takes all sums; it always takes the experts', which are whole numbers.
         """
-        if self.experts is not None and "experts" in states[0]:  # earlier releases kept the counts of every rank
-            before = torch.tensor([state["experts"] for state in states], dtype=torch.float64)
-            expert_load = before[:, :-2].sum(0).view(self.experts.load.shape).tolist()
-            states = [state | {"aux_loss": state["experts"][-2:]} for state in states]
         same = len(states) == (dist.get_world_size() if dist.is_initialized() else 1)
         sums = torch.tensor([[*state["sums"], *state.get("aux_loss", ())] for state in states], dtype=torch.float64)
         own = sums[rank] if same else sums.sum(0) * (rank == 0)

@@ -92,6 +92,7 @@ class SequenceMixin(EvaluatingMixin):
         data_identity: returns what identifies data and model, by name, when a checkpoint is saved; resuming must not
             change it.
         on_nonfinite: `stop` the run, or `skip` the step, if a gradient is NaN or infinite.
+        save_async: whether to write checkpoints while training goes on, from copies in host memory.
         base_config: configuration of an adapter's base model if it differs from that of its name; saved beside the
             adapter.
 
@@ -121,6 +122,7 @@ class SequenceMixin(EvaluatingMixin):
         mixture: Sequence[SourceReport] = (),
         data_identity: Callable[[], Mapping[str, Any]] = dict,
         on_nonfinite: Literal["stop", "skip"] = "stop",
+        save_async: bool = False,
         base_config: PretrainedConfig | None = None,
         **kwargs: Any,
     ):
@@ -130,7 +132,7 @@ class SequenceMixin(EvaluatingMixin):
         args = copy.copy(args)
         self._leaves_out_nonfinite, args.logging_nan_inf_filter = args.logging_nan_inf_filter, False  # training_step
         self.costs, self.data_identity = costs, data_identity
-        self.on_nonfinite, self.base_config = on_nonfinite, base_config
+        self.on_nonfinite, self.save_async, self.base_config = on_nonfinite, save_async, base_config
         self._tag_names = ("trl", objective.tag, "longctx")
         self._coming: tuple[list[Shard], StepCounts] | None = None
         """The epoch's next step, once it is read, as of `_read_step`."""

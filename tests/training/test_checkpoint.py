@@ -80,7 +80,7 @@ def test_a_damaged_one_is_named_with_the_older_one(file, copied, models, capsys)
         (lambda folder: os.truncate(folder / "model.safetensors", 100), "has 100 bytes, and was written with"),
         (lambda folder: (folder / "longctx.json").write_text("{"), "is damaged"),
         (lambda folder: (folder / "longctx.json").unlink(), "has no longctx.json"),
-        (lambda folder: _edit(folder, format=7), "has format 7, and this version of longctx reads 2"),
+        (lambda folder: _edit(folder, format=7), "has format 7, and this version of longctx reads 3"),
         (lambda folder: _edit(folder, files={"../../passwd": {"bytes": 1, "xxh3": ""}}), "outside its folder"),
     ],
 )
@@ -134,13 +134,12 @@ def _sign(folder):
     _edit(folder, files=describe_files(folder, [folder / name for name in names]))
 
 
-def _edit_states(folder, kind, change):
-    path = folder / "states-00000-000.safetensors"
-    tensors = load_file(path)
-    for name in [name for name in tensors if name.startswith(f"{kind}|")]:
+def _edit_states(folder, kind, change, file="states-00000-000.safetensors"):
+    tensors = load_file(folder / file)
+    for name in [name for name in tensors if name.startswith(kind)]:
         found = change(tensors.pop(name).clone())
         tensors |= {} if found is None else {name: found}
-    save_file(tensors, path)
+    save_file(tensors, folder / file)
 
 
 def _edit_json(name, **values):
@@ -166,7 +165,10 @@ FORGED = {
         f"{STATES}exp_avg_sq",
     ),
     "a NaN moment": (lambda folder: _edit_states(folder, "exp_avg", _last(float("nan"))), "holds a value of nan"),
-    "an infinite weight": (lambda folder: _edit_states(folder, "weight", _last(float("inf"))), "holds a value of inf"),
+    "an infinite weight": (
+        lambda folder: _edit_states(folder, "model.norm", _last(float("inf")), "model.safetensors"),
+        "model.safetensors: weight of model.norm.weight holds a value of inf",
+    ),
     "a negative step": (lambda folder: _edit_states(folder, "step", _last(-1.0)), "holds a value of -1, below 0"),
     "a step to come": (
         lambda folder: _edit_states(folder, "step", _last(1e6)),
@@ -174,17 +176,21 @@ FORGED = {
     ),
     "no second moments": (
         lambda folder: _edit_states(folder, "exp_avg_sq", lambda tensor: None),
-        "holds the optimizer",
+        "states-00000-000.safetensors is damaged: File does not contain tensor exp_avg_sq|0|",
     ),
     "no optimizer": (
-        lambda folder: [_edit_states(folder, kind, lambda tensor: None) for kind in ("exp_avg", "exp_avg_sq", "step")],
+        lambda folder: _edit_json("index.json", kinds={})(folder),
         "holds the optimizer states of no kind, and --optim adamw_torch",
     ),
-    "a matrix": (lambda folder: _edit_states(folder, "exp_avg", lambda tensor: tensor[None]), "expected a flat range"),
+    "another optimizer": (
+        lambda folder: _edit_json("index.json", kinds={"square_avg": False})(folder),
+        "holds the optimizer states square_avg, and --optim adamw_torch",
+    ),
+    "a matrix": (lambda folder: _edit_states(folder, "exp_avg", lambda tensor: tensor[None]), "], expected ["),
     "whole numbers": (lambda folder: _edit_states(folder, "exp_avg", lambda tensor: tensor.int()), "of type I32"),
     "a step of two": (
         lambda folder: _edit_states(folder, "step", lambda tensor: tensor.repeat(2)),
-        "holds the optimizer",
+        "is of type F32 and shape [2], expected one value",
     ),
     "another step": (
         _edit_json("trainer_state.json", global_step=2),
@@ -228,7 +234,7 @@ FORGED = {
     "random numbers": (_edit_json("random-00000.json", torch=[1, 2]), "random-00000.json is damaged: "),
     "a generator": (_edit_json("random-00000.json", numpy=["MT19937", "x"]), "random-00000.json is damaged: "),
     "no progress": (
-        lambda folder: _edit(folder, progress={"ranks": []}),
+        lambda folder: _edit(folder, progress={"ranks": [], "expert_load": []}),
         "longctx.json is damaged: the progress of no rank",
     ),
     "infinite progress": (

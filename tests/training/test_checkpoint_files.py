@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from longctx.training.checkpoint.files import CheckpointError, make_partial, take_place, writing
 from longctx.training.checkpoint.folder import checkpoints, rotate
 from longctx.training.checkpoint.shards import ParameterShard, parameter_shards
-from longctx.training.checkpoint.states import StateReader, write_states
+from longctx.training.checkpoint.storage import INDEX, StateReader, write_index, write_states
+
+
+def write(folder, pieces_of_ranks, shapes, **settings):
+    """Write the ranges of each rank, and the index."""
+    written = [write_states(folder, held, rank, **settings) for rank, held in enumerate(pieces_of_ranks)]
+    kinds = {kind: is_scalar for _, of_rank in written for kind, is_scalar in of_rank.items()}
+    write_index(folder, [ranges for ranges, _ in written], kinds, shapes)
 
 
 def test_ranges_of_any_size_come_together(tmp_path):
@@ -20,24 +30,24 @@ def test_ranges_of_any_size_come_together(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
-    (weight, *rest) = list(parameter_shards(model, optimizer))
-    for rank, (start, stop) in enumerate([(0, 11), (11, 30), (30, 35)]):
+    (weight, bias) = list(parameter_shards(model, optimizer))
+    ranks = []
+    for start, stop in [(0, 11), (11, 30), (30, 35)]:
         part = {kind: value[start:stop] if value.dim() else value for kind, value in weight.states.items()}
-        held = [
-            type(weight)(name=weight.name, shape=weight.shape, start=start, states=part),
-            *(rest if not rank else []),
-        ]
-        write_states(tmp_path, held, rank, file_bytes=50)
-    reader = StateReader(tmp_path)
+        ranks.append([replace(weight, start=start, states=part), *([] if ranks else [bias])])
+    shapes = {"weight": [7, 5], "bias": [7]}
+    write(tmp_path, ranks, shapes, file_bytes=50)
+    reader = StateReader(tmp_path, shapes)
+    assert reader.kinds == {"weight": False, "exp_avg": False, "exp_avg_sq": False, "step": True}
     for start, stop in [(0, 17), (17, 35), (10, 12)]:
         empty = {kind: torch.zeros_like(value[start:stop]) for kind, value in weight.states.items() if value.dim()}
         empty["step"] = torch.zeros(())
-        reader.fill(type(weight)(name=weight.name, shape=weight.shape, start=start, states=empty))
+        reader.fill(replace(weight, start=start, states=empty))
         for kind, value in empty.items():
             assert torch.equal(value, weight.states[kind][start:stop] if value.dim() else weight.states[kind]), kind
     (tmp_path / "states-00001-000.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="lacks elements 11 to 35 of weight of weight"):
-        StateReader(tmp_path).fill(weight)
+    with pytest.raises(CheckpointError, match=r"states-00001-000.safetensors cannot be read"):
+        StateReader(tmp_path, shapes).fill(weight)
 
 
 @pytest.mark.parametrize(
@@ -47,13 +57,10 @@ def test_ranges_of_any_size_come_together(tmp_path):
 def test_a_rank_opens_only_the_files_that_hold_its_part(num_ranks, opened, tmp_path):
     """Six ranks wrote 24 elements."""
     whole = torch.arange(24.0)
-    for rank in range(6):
-        states = {"weight": whole[4 * rank : 4 * rank + 4], "exp_avg": whole[4 * rank : 4 * rank + 4] / 2}
-        write_states(tmp_path, [ParameterShard(name="w", shape=(24,), start=4 * rank, states=states)], rank)
+    write(tmp_path, [[piece("w", whole, 4 * rank, 4, "exp_avg")] for rank in range(6)], {"w": [24]})
     share = 24 // num_ranks
     for rank, expected in enumerate(opened):
-        reader = StateReader(tmp_path, rank=rank, num_ranks=num_ranks)
-        reader.find({"exp_avg"})
+        reader = StateReader(tmp_path, {"w": [24]})
         states = {"weight": torch.zeros(share), "exp_avg": torch.zeros(share)}
         reader.fill(ParameterShard(name="w", shape=(24,), start=share * rank, states=states))
         assert torch.equal(states["weight"], whole[share * rank : share * (rank + 1)])
@@ -61,16 +68,73 @@ def test_a_rank_opens_only_the_files_that_hold_its_part(num_ranks, opened, tmp_p
         assert {int(path.name.split("-")[1]) for path in reader._open} == expected, rank
 
 
-def test_kinds_of_states_that_the_nearest_files_lack_are_found(tmp_path):
-    """A parameter that never had a gradient has no states."""
-    write_states(tmp_path, [ParameterShard(name="a", shape=(2,), start=0, states={"weight": torch.ones(2)})], 0)
-    states = {"weight": torch.ones(2), "exp_avg": torch.ones(2), "step": torch.ones(())}
-    write_states(tmp_path, [ParameterShard(name="b", shape=(2,), start=0, states=states)], 1)
-    reader = StateReader(tmp_path, rank=0, num_ranks=2)
-    assert reader.kinds(scalars=False) == ["weight"]
-    reader.find({"exp_avg", "step"})
-    assert reader.kinds(scalars=False) == ["exp_avg", "weight"]
-    assert reader.kinds(scalars=True) == ["step"]
+def piece(name, whole, start, length, *kinds):
+    """A range of a parameter, with states that are half of it."""
+    states = {"weight": whole[start : start + length]}
+    return ParameterShard(
+        name=name, shape=tuple(whole.shape), start=start, states=states | dict.fromkeys(kinds, states["weight"] / 2)
+    )
+
+
+def test_weights_that_the_models_files_hold_are_read_from_there(tmp_path):
+    whole, shapes = torch.arange(24.0), {"w": [24]}
+    ranks = [[piece("w", whole, 12 * rank, 12, "exp_avg")] for rank in range(2)]
+    write(tmp_path, ranks, shapes, leave_out=["weight"])
+    save_file({"other": -whole, "w": whole}, tmp_path / "model-00001-of-00001.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "model-00001-of-00001.safetensors"}}))
+    read = piece("w", torch.zeros(24), 3, 17, "exp_avg")
+    StateReader(tmp_path, shapes).fill(read)
+    assert torch.equal(read.states["weight"], whole[3:20])
+    assert torch.equal(read.states["exp_avg"], whole[3:20] / 2)
+    for shape in ([12, 2], [25]):
+        save_file({"w": torch.zeros(shape)}, tmp_path / "model-00001-of-00001.safetensors")
+        with pytest.raises(CheckpointError, match=r"model-00001-of-00001.safetensors is damaged: w has the shape"):
+            StateReader(tmp_path, shapes).fill(read)
+    index.write_text(json.dumps({"weight_map": {"w": "../model-00001-of-00001.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"names '\.\./model-00001-of-00001.safetensors', outside its folder"):
+        StateReader(tmp_path, shapes).fill(read)
+
+
+@pytest.mark.parametrize("parts", [[(0, 4), (4, 3)], [(0, 4), (5, 3)], [(0, 5), (4, 4)], [(1, 7)], [(0, 9)]])
+def test_ranges_that_do_not_make_up_a_parameter_are_not_saved(parts, tmp_path):
+    ranks = [[piece("w", torch.ones(9), start, length, "exp_avg")] for start, length in parts]
+    with pytest.raises(ValueError, match="the ranks hold w in ranges that overlap or leave a gap"):
+        write(tmp_path, ranks, {"w": [8]})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("starts", lambda w: w["starts"].__setitem__(1, 3), r"states-00000-000.* is damaged: 'weight\|0\|w' is of"),
+        ("starts", lambda w: w["starts"].__setitem__(1, 0), r"index.json is damaged: the ranges of w start at"),
+        ("starts", lambda w: w["starts"].__setitem__(0, 1), r"index.json is damaged: the ranges of w start at"),
+        ("starts", lambda w: w["starts"].__setitem__(1, 8), r"index.json is damaged: the ranges of w start at"),
+        ("starts", lambda w: w["starts"].__setitem__(1, 4.0), r"index.json is damaged: w has the ranges"),
+        ("starts", lambda w: w["starts"].pop(), r"index.json is damaged: w has the ranges"),
+        ("files", lambda w: w["files"].__setitem__(0, 2), r"index.json is damaged: w is in the files"),
+        ("files", lambda w: w["files"].reverse(), r"states-00001-000.* is damaged"),
+    ],
+)
+def test_an_index_that_lies_is_refused_by_file(name, change, message, tmp_path):
+    shapes = {"w": [8]}
+    write(tmp_path, [[piece("w", torch.arange(8.0), 4 * rank, 4, "exp_avg")] for rank in range(2)], shapes)
+    index = json.loads((tmp_path / INDEX).read_text())
+    change(index["parameters"]["w"])
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message):
+        StateReader(tmp_path, shapes).fill(piece("w", torch.zeros(8), 0, 8, "exp_avg"))
+
+
+@pytest.mark.parametrize(
+    "file", ["../states-00000-000.safetensors", "states-00000-000.safetensors.index.json", "model"]
+)
+def test_an_index_names_files_of_states_alone(file, tmp_path):
+    write(tmp_path, [[piece("w", torch.ones(8), 0, 8)]], {"w": [8]})
+    index = json.loads((tmp_path / INDEX).read_text())
+    (tmp_path / INDEX).write_text(json.dumps(index | {"files": [file]}))
+    with pytest.raises(CheckpointError, match=r"index\.json is damaged: .* is not the name of a file of states"):
+        StateReader(tmp_path, {"w": [8]})
 
 
 @pytest.mark.parametrize(("settings", "device"), [({}, "cpu"), ({"capturable": True}, "meta")])

@@ -23,7 +23,9 @@ from longctx.model.config_file import check_tokenizer_files
 from longctx.model.files import without_weights
 from longctx.model.tied_head import _lazy_tensors
 from longctx.training.checkpoint.files import CheckpointError, Manifest, check_files, damage_named, read_manifest
-from longctx.training.checkpoint.states import StateReader, check_side_files
+from longctx.training.checkpoint.shards import ParameterShard
+from longctx.training.checkpoint.states import check_side_files
+from longctx.training.checkpoint.storage import StateReader, write_index, write_states
 from longctx.training.checkpoint.trainer import ResumableMixin
 from longctx.untrusted.confined import Bounds, Confined, OutOfBounds
 from longctx.untrusted.files import check_file
@@ -45,10 +47,12 @@ def test_side_files_of_a_checkpoint(tmp_path):
 
 
 def test_states_of_a_checkpoint(tmp_path):
-    save_file({"step|0|weight": torch.zeros(0)}, tmp_path / "states-00000-000.safetensors")
-    piece = SimpleNamespace(name="weight", start=0, states={"step": torch.zeros(())})
-    with pytest.raises(CheckpointError, match=r"'step\|0\|weight' has 0 values"):
-        StateReader(tmp_path).fill(piece)
+    states = {"weight": torch.zeros(3), "step": torch.zeros(())}
+    ranges, kinds = write_states(tmp_path, [ParameterShard(name="w", shape=(3,), start=0, states=states)], 0)
+    write_index(tmp_path, [ranges], kinds, {"w": [3]})
+    save_file({"weight|0|w": torch.zeros(3), "step|0|w": torch.zeros(0)}, tmp_path / "states-00000-000.safetensors")
+    with pytest.raises(CheckpointError, match=r"'step\|0\|w' is of type F32 and shape \[0\], expected one value"):
+        StateReader(tmp_path, {"w": [3]}).fill(ParameterShard(name="w", shape=(3,), start=0, states=states))
 
 
 def test_callbacks_of_a_checkpoint():

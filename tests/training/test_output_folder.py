@@ -51,7 +51,7 @@ def _partial(folder):
 
 def _weights_only(folder):
     for path in (folder / "checkpoint-2").iterdir():
-        if path.name.startswith(("states-", "random-", "longctx")):
+        if path.name.startswith(("states-", "random-", "longctx", "index")):
             path.unlink()
 
 

@@ -20,6 +20,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from datasets import Dataset
 
 from longctx.data import DataError, encoders, errors, files, json_records, load_records, stream_records
@@ -27,7 +28,8 @@ from longctx.model import config_file
 from longctx.model import files as model_files
 from longctx.model.load import load_config, load_tokenizer
 from longctx.training.checkpoint.files import CheckpointError, read_manifest
-from longctx.training.checkpoint.states import StateReader
+from longctx.training.checkpoint.shards import ParameterShard
+from longctx.training.checkpoint.storage import StateReader, write_index
 from longctx.training.fingerprint import _data_files_identity
 from longctx.untrusted.confined import Bounds
 from longctx.untrusted.files import matching_files
@@ -206,8 +208,10 @@ def test_a_forged_header_is_refused_by_the_name_of_its_file(saved_model, tmp_pat
     with pytest.raises(ValueError, match=r"^\S+/model\.safetensors cannot be read: .*\. Download it again\.$"):
         load(folder)
     (tmp_path / "states-00000-000.safetensors").write_bytes(FORGED_HEADERS[forged])
+    states = {"weight": torch.zeros(2)}
+    write_index(tmp_path, [{"states-00000-000.safetensors": {NAME: [0, 2]}}], {"weight": False}, {NAME: [2]})
     with pytest.raises(CheckpointError, match=r"states-00000-000\.safetensors cannot be read \("):
-        StateReader(tmp_path)
+        StateReader(tmp_path, {NAME: [2]}).fill(ParameterShard(name=NAME, shape=(2,), start=0, states=states))
 
 
 @pytest.mark.parametrize("tag", ["object/apply:os.system", "object/new:os.system", "name:os.system", "module:os"])

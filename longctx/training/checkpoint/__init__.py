@@ -9,8 +9,9 @@ from longctx.training.checkpoint.files import (
     check_same,
     read_manifest,
 )
+from longctx.training.checkpoint.saving import optimization_flags
 from longctx.training.checkpoint.states import check_side_files
-from longctx.training.checkpoint.trainer import ResumableMixin, optimization_flags
+from longctx.training.checkpoint.trainer import ResumableMixin
 
 __all__ = [
     "MANIFEST",

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from safetensors import SafetensorError
 
 from longctx.untrusted.files import check_folder
 
 MANIFEST = "longctx.json"
-FORMAT = 2
+FORMAT = 3
 PARTIAL, REPLACED = ".partial", ".replaced"
 """Suffixes of a folder that is being written, and of one that is being replaced."""
 CHECKPOINT = re.compile(rf"checkpoint-(\d+)({re.escape(REPLACED)})?")
@@ -51,7 +52,7 @@ def damage_named(path: Path) -> Iterator[None]:
         raise
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing. Resume from an earlier checkpoint.") from error
-    except (*_DAMAGE, OSError) as error:
+    except (*_DAMAGE, OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{path} is damaged: {error} ({type(error).__name__}). Resume from an earlier checkpoint."
         ) from error
@@ -78,7 +79,7 @@ class Manifest:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Path in the folder -> `bytes` and `xxh3` of the file."""
     run: str = ""
-    """Id of the run, as in run.json. Checkpoints of earlier releases have none, and their serial is 0."""
+    """Id of the run, as in run.json; empty for trainers of one's own."""
     serial: int = 0
     """One more than the highest serial in the output folder, so that the newest is known even after a restart."""
     began: str = ""

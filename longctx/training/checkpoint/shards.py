@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -45,9 +46,9 @@ class ParameterShard:
     """Whether a rank of the first replica holds the same range."""
 
     @property
-    def numel(self) -> int:
-        """Number of elements of the whole parameter."""
-        return math.prod(self.shape)
+    def length(self) -> int:
+        """Number of elements of the range."""
+        return self.states[WEIGHT].numel()
 
 
 def parameter_shards(
@@ -97,7 +98,7 @@ def _of_shards(
     """Yield FSDP2's shards, or whole parameters."""
     for name, parameter in _trained(model):
         held = _with_states(optimizer, parameter, kinds, scalars)
-        start, is_copy = 0, False
+        start, is_copy = 0, dist.is_initialized() and dist.get_rank() > 0
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             _, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)

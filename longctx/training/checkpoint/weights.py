@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -18,6 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from longctx.ranks.agreement import broadcast_object, gather_objects, gather_on_first, on_all_ranks
 from longctx.training.checkpoint.shards import name_without_wrappers
 from longctx.upstream.accelerate_internals import fsdp2_plugin
+from longctx.upstream.deepspeed_internals import is_managed
 
 FILE_BYTES = 5 * 10**9
 """Most bytes in a file, unless one layer has more."""
@@ -25,28 +28,47 @@ FILE_BYTES = 5 * 10**9
 _LAYER = re.compile(r".*?\.\d+\.")
 
 
-def write_model(trainer: Any, folder: Path) -> list[Path]:
+Save = Callable[[dict[str, Tensor], Path, dict[str, str]], None]
+"""safetensors' `save_file`, or what writes the file later."""
+
+
+def write_model(trainer: Any, folder: Path, *, exact: bool = False, save: Save = save_file) -> list[Path]:
     """Write a trainer's model and what belongs to it as a Transformers folder. Called by all ranks together.
 
     The Trainer would gather the whole model in rank 0's memory, even if an adapter alone is trained.
 
+    Args:
+        exact: whether to write trained weights as the optimizer updates them, which is fp32 under ZeRO with bf16.
+        save: writes a file of weights, which this rank owns.
+
     Returns:
-        The files of a sharded model's weights that this rank has written. Rank 0 has written all others.
+        The files of weights that this rank has passed to `save`. Rank 0 has written all others.
     """
     model, args = trainer.model, trainer.args
-    states: dict[str, Tensor] | None = None
     if trainer.is_fsdp_enabled and fsdp2_plugin(trainer.accelerator) is None:  # FSDP1 gathers flat parameters alone
         states = on_all_ranks(lambda: trainer.accelerator.get_state_dict(model))
     elif hasattr(model, "peft_config"):
         states = on_all_ranks(lambda: adapter_weights(model, keep=trainer.is_world_process_zero()))
-    elif any(isinstance(weight, DTensor) or hasattr(weight, "ds_numel") for weight in model.parameters()):
+    else:
         on_all_ranks(lambda: trainer._save(str(folder), {}))
         owners = args.world_size
         if args.save_on_each_node or args.save_only_model:  # other nodes may not see the folder
             owners = gather_objects(args.process_index - args.local_process_index).count(0)
-        return on_all_ranks(lambda: write_weights(model, folder, rank=args.process_index, owners=owners))
+        return on_all_ranks(
+            lambda: write_weights(model, folder, rank=args.process_index, owners=owners, exact=exact, save=save)
+        )
     on_all_ranks(lambda: trainer._save(str(folder), states))
     return []
+
+
+def names_kept(model: PreTrainedModel) -> set[str]:
+    """Return the names of weights that `write_weights` writes under their own names and with their own values.
+
+    Transformers renames or converts those of some types.
+    """
+    held = {name: torch.empty(_shape(tensor), device="meta") for name, tensor in _held(model).items()}
+    stored = revert_weight_conversion(model, dict(held))
+    return {name for name, tensor in held.items() if stored.get(name) is tensor}
 
 
 def adapter_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
@@ -69,8 +91,10 @@ def adapter_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in whole.items() if tensor is not None}
 
 
-def write_weights(model: PreTrainedModel, folder: Path, *, rank: int, owners: int) -> list[Path]:
-    """Write the weights of a sharded model, file by file, each by one of the first `owners` ranks in turn.
+def write_weights(
+    model: PreTrainedModel, folder: Path, *, rank: int, owners: int, exact: bool = False, save: Save = save_file
+) -> list[Path]:
+    """Write the weights of a model, file by file, each by one of the first `owners` ranks in turn.
 
     Layers are gathered one after the other. Tied weights are written once, under their first name. Called by all ranks
     together.
@@ -92,12 +116,14 @@ def write_weights(model: PreTrainedModel, folder: Path, *, rank: int, owners: in
         if len(files) > 1:
             path = folder / f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         is_owner = number % owners == rank
-        layers: list[dict[str, Any]] = [{name: _whole(held[name], keep=is_owner) for name in layer} for layer in file]
+        layers: list[dict[str, Any]] = [
+            {name: _whole(held[name], keep=is_owner, exact=exact) for name in layer} for layer in file
+        ]
         if not is_owner:
             continue
         try:
             stored = {k: v.contiguous() for whole in layers for k, v in revert_weight_conversion(model, whole).items()}
-            save_file(stored, path, {"format": "pt"})
+            save(stored, path, {"format": "pt"})
         except Exception as error:  # whatever it is, the others wait for this rank in the files that follow
             failed = failed or error
             continue
@@ -110,7 +136,7 @@ def write_weights(model: PreTrainedModel, folder: Path, *, rank: int, owners: in
     if len(files) > 1 and rank == 0:
         index = {
             "metadata": {
-                "total_parameters": sum(map(_numel, held.values())),
+                "total_parameters": sum(prod(_shape(tensor)) for tensor in held.values()),
                 "total_size": sum(size for _, size in parts),
             },
             "weight_map": {name: file for names, _ in parts for name, file in names.items()},
@@ -141,7 +167,7 @@ def _files(held: dict[str, Tensor]) -> Iterator[list[list[str]]]:
     file: list[list[str]] = []
     size = 0
     for layer in layers.values():
-        added = sum(_numel(held[name]) * held[name].element_size() for name in layer)
+        added = sum(prod(_shape(held[name])) * held[name].element_size() for name in layer)
         if file and size + added > FILE_BYTES:
             yield file
             file, size = [], 0
@@ -150,15 +176,19 @@ def _files(held: dict[str, Tensor]) -> Iterator[list[list[str]]]:
     yield file
 
 
-def _numel(tensor: Any) -> int:
-    return int(getattr(tensor, "ds_numel", tensor.numel()))
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def _whole(tensor: Any, *, keep: bool) -> Tensor | None:
+def _whole(tensor: Any, *, keep: bool, exact: bool = False) -> Tensor | None:
     """Gather a tensor, and return it in host memory if it is to be kept. Called by all ranks together."""
     whole: Any = tensor.detach()
     if isinstance(tensor, DTensor):
         whole = whole.to(tensor.device_mesh.device_type).full_tensor()
+    elif exact and tensor.requires_grad and is_managed(tensor):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        whole = safe_get_full_fp32_param(tensor).detach()
     elif hasattr(tensor, "ds_numel"):
         from deepspeed.runtime.zero import GatheredParameters
 

@@ -1,0 +1,351 @@
+"""Saving a trainer's checkpoints and its results: what all ranks do together, what each writes, and the commit.
+
+A commit needs no collective: ranks meet over the process group's store. With --save_async a thread of each rank
+therefore carries it out while training goes on, from copies in host memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from trl import SFTConfig
+
+from longctx.ranks.agreement import Channel, gather_objects, gather_on_first, gathered_on_first, on_all_ranks
+from longctx.regions import region
+from longctx.settings.flags import SFT
+from longctx.training.checkpoint.files import (
+    MANIFEST,
+    Manifest,
+    NotSavedError,
+    checkpoint_name,
+    describe_files,
+    flush,
+    make_partial,
+    take_place,
+    take_places,
+    write_manifest,
+    writing,
+)
+from longctx.training.checkpoint.folder import MODEL_FILES, RunRecord, checkpoints, next_serial, rotate
+from longctx.training.checkpoint.hub import PushingMixin
+from longctx.training.checkpoint.shards import WEIGHT, ParameterShard, parameter_shards, trained_shapes
+from longctx.training.checkpoint.states import STATES_OF, nonfinite_weights, random_file, random_state
+from longctx.training.checkpoint.storage import INDEX, write_index, write_states
+from longctx.training.checkpoint.weights import names_kept, write_model
+from longctx.training.nonfinite import NonFiniteError
+from longctx.upstream.transformers_internals import log_sums
+
+_OF_RANKS = ("states-", "random-")
+
+
+class SavingMixin(PushingMixin):
+    """Makes a trainer save a Transformers folder in `checkpoint-N` and, without --save_only_model, all that resuming
+    needs.
+    """
+
+    save_async = False
+    """Whether checkpoints are written while training goes on."""
+    _saving: Future[None] | None = None
+    _nonfinite_from_start: Sequence[str] = ()
+    """Trained parameters with NaN or infinite values before training, such as embeddings of unused words."""
+
+    @functools.cached_property
+    def _channel(self) -> Channel:
+        return Channel("saving")
+
+    def layout(self) -> dict[str, Any]:
+        """Return the run's degrees, and `sequences_per_step`, which resuming must not change."""
+        dims = self.sequence.dims
+        return {
+            "sequences_per_step": self.get_total_train_batch_size(self.args),
+            "world_size": dims.world_size,
+            "sp": dims.sp,
+            "ring": dims.ring,
+            "dp_replicate": dims.dp_replicate,
+        }
+
+    def _check_weights(self) -> None:
+        """Check on all ranks together that weights are finite, except those that were not before training.
+
+        A finite gradient does not ensure that: too high a learning rate makes weights infinite in one step.
+
+        Raises:
+            NonFiniteError: on every rank.
+        """
+        spoilt = [name for name in nonfinite_weights(self.model_wrapped) if name not in self._nonfinite_from_start]
+        if names := [name for rank in gather_objects(spoilt[:1]) for name in rank]:
+            raise NonFiniteError(
+                f"{names[0]} is NaN or infinite after step {self.state.global_step}, so the model is not saved. Lower "
+                "--learning_rate, and resume from an earlier checkpoint."
+            )
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        with region("saving", "saving"):
+            self.finish_saving()
+            self._check_weights()
+            self.store_flos()
+            folder = Path(self.args.output_dir) / checkpoint_name(self.state.global_step)
+            if self.state.best_global_step == self.state.global_step:
+                self.state.best_model_checkpoint = str(folder)
+            with self._writing(folder) as unfinished:
+                self._as_owner(lambda: make_partial(unfinished))
+                commit = self._begin(folder, unfinished)
+                if not self.save_async:
+                    commit()
+            if self.save_async:
+                self._saving = _in_background(lambda: self._commit_later(folder, commit))
+            if self.args.push_to_hub:
+                self.finish_saving()
+                self._push(lambda: self._push_from_checkpoint(str(folder)))
+                if self.args.save_total_limit and "checkpoint" in self.args.hub_strategy.value:
+                    self._push(self._finish_current_push)  # before the folder that it reads may be deleted
+
+    def finish_saving(self) -> None:
+        """Wait for a checkpoint that is being written. Called by all ranks together.
+
+        Raises:
+            NotSavedError, RefusedOnAllRanks: if it could not be written: on the rank that failed, and on the others.
+        """
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.result()
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, and wait for a checkpoint that is being written. Called by all ranks together."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.finish_saving()
+
+    def save_results(self) -> None:
+        """Save the model and the trainer's state in output_dir, each file atomically. Called by all ranks together.
+
+        Raises:
+            NonFiniteError: if a weight is NaN or infinite.
+            NotSavedError, RefusedOnAllRanks: on the rank that failed, and on the others.
+        """
+        self._check_weights()
+        output_dir = Path(self.args.output_dir)
+        if self.args.push_to_hub:
+            self._push(self._finish_current_push)  # before the files that it reads are replaced
+        with self._writing(output_dir / "model") as unfinished:
+            self._as_owner(lambda: make_partial(unfinished))
+            write_model(self, unfinished)
+            on_all_ranks(lambda: self._write_state(unfinished, of_callbacks=False))
+            self._as_owner(lambda: take_places(unfinished, output_dir, stale=MODEL_FILES))
+
+    @contextmanager
+    def _writing(self, folder: Path) -> Iterator[Path]:
+        """Yield the path of a folder beside `folder`, which is removed if the body fails."""
+        try:
+            with writing(folder, is_owner=self.args.should_save) as unfinished:
+                yield unfinished
+        except (OSError, SafetensorError) as error:
+            raise _not_saved(folder, error) from error
+
+    def _as_owner(self, work: Callable[[], None]) -> None:
+        """Do `work` on rank 0, or on every node's first rank with --save_on_each_node; other ranks wait."""
+        on_all_ranks(lambda: work() if self.args.should_save else None)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as a Transformers folder. Called by all ranks together."""
+        write_model(self, Path(output_dir or self.args.output_dir))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _begin(self, folder: Path, unfinished: Path) -> Callable[[], None]:
+        """Write what needs all ranks at once, or copy it to host memory with --save_async, and return the rest."""
+        args = self.args
+        shapes = trained_shapes(self.model_wrapped)
+        is_adapter = hasattr(self.model, "peft_config")
+        in_model = not (args.save_only_model or is_adapter) and shapes.keys() <= names_kept(self.model)
+        later: list[Callable[[], None]] = []
+
+        def save_later(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+            copies = {name: tensor.clone() for name, tensor in tensors.items()}
+            later.append(partial(save_file, copies, path, metadata))
+
+        weights = write_model(self, unfinished, exact=in_model, save=save_later if self.save_async else save_file)
+        progress = self._all_progress()
+        on_all_ranks(lambda: self._write_state(unfinished))
+        manifest = None
+        pieces: Iterator[ParameterShard] = iter(())
+        if not args.save_only_model:
+            manifest = on_all_ranks(lambda: self._manifest(folder.parent, shapes, progress))
+            vectors, scalars = STATES_OF[plain(args.optim)]
+            pieces = parameter_shards(self.model_wrapped, self.optimizer, kinds=[*vectors], scalars=[*scalars])
+        held = [_copied(piece) for piece in pieces if not piece.is_copy] if self.save_async else pieces
+        random = json.dumps(random_state())
+
+        def write() -> dict[str, Any]:
+            for work in later:
+                work()
+            ranges, kinds = write_states(unfinished, held, args.process_index, leave_out=[WEIGHT] * in_model)
+            files = [*weights, *(unfinished / file for file in ranges)]
+            if not args.save_only_model:
+                files.append(random_file(unfinished, args.process_index))
+                files[-1].write_text(random)
+            return {"files": describe_files(unfinished, files), "ranges": ranges, "kinds": kinds}
+
+        return partial(self._commit, folder, unfinished, write, manifest, self.state.best_model_checkpoint)
+
+    def _commit(
+        self,
+        folder: Path,
+        unfinished: Path,
+        write: Callable[[], dict[str, Any]],
+        manifest: Manifest | None,
+        best: str | None,
+    ) -> None:
+        """Let every rank write, describe the files, and give the folder its name. No collective is called.
+
+        Args:
+            write: writes this rank's files, and returns what describes them.
+            manifest: without its files, on rank 0; None with --save_only_model.
+        """
+        args, channel = self.args, self._channel
+        reports = gathered_on_first(write, channel)
+
+        def describe() -> None:
+            if manifest is None:
+                return
+            kinds = {kind: is_scalar for report in reports for kind, is_scalar in report["kinds"].items()}
+            write_index(unfinished, [report["ranges"] for report in reports], kinds, manifest.parameters)
+            known = {name: about for report in reports for name, about in report["files"].items()}
+            others = [path for path in unfinished.rglob("*") if path.is_file() and not path.name.startswith(_OF_RANKS)]
+            known |= describe_files(
+                unfinished, [path for path in others if str(path.relative_to(unfinished)) not in known]
+            )
+            write_manifest(unfinished, replace(manifest, files=known))
+            if args.save_on_each_node:
+                texts = {name: (unfinished / name).read_text() for name in (INDEX, MANIFEST)}
+                channel.store.set("texts", json.dumps(texts))
+
+        def place() -> None:
+            if not args.should_save:
+                return
+            if not args.save_only_model and not self.is_world_process_zero():  # on a node with a disk of its own
+                for name, text in json.loads(channel.store.get("texts")).items():
+                    (unfinished / name).write_text(text)
+                    flush(unfinished / name)
+            take_place(unfinished, folder)
+            rotate(folder, limit=args.save_total_limit, best=best)
+
+        on_all_ranks(describe, channel)
+        on_all_ranks(place, channel)
+
+    def _commit_later(self, folder: Path, commit: Callable[[], None]) -> None:
+        with self._writing(folder):
+            commit()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if not self.is_world_process_zero():  # the engines gather the model nowhere else
+            return
+        token, self.args.hub_token = self.args.hub_token, None  # training_args.bin is saved, and pushed
+        try:
+            super()._save(output_dir, state_dict)
+            if self.base_config is not None:
+                self.base_config.save_pretrained(output_dir or self.args.output_dir)
+        except Exception as error:
+            if type(error) in (Exception, RuntimeError):  # raised by tokenizers and torch if the disk is full
+                raise OSError(str(error)) from error
+            raise
+        finally:
+            self.args.hub_token = token
+
+    def _write_state(self, folder: Path, *, of_callbacks: bool = True) -> None:
+        if self.is_world_process_zero():
+            if of_callbacks:
+                self._export_callbacks()
+            self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+
+    def _manifest(self, output_dir: Path, shapes: dict[str, list[int]], progress: dict[str, Any]) -> Manifest | None:
+        """Return what a checkpoint says of itself, except for its files, on rank 0."""
+        if not self.is_world_process_zero():
+            return None
+        record = RunRecord.read(output_dir)
+        return Manifest(
+            step=self.state.global_step,
+            layout=self.layout(),
+            optimization=optimization_flags(self.args),
+            parameters=shapes,
+            data=dict(self.data_identity()),
+            progress=progress | {"max_steps": self.state.max_steps},
+            position=self.stream_read and self.stream_read.position,
+            run=record.id if record else "",
+            began=record.began if record else "",
+            serial=next_serial(output_dir),
+        )
+
+    def _export_callbacks(self) -> None:
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                name, state = type(callback).__name__, callback.state()
+                held = self.state.stateful_callbacks.get(name)
+                if isinstance(held, list):
+                    held.append(state)
+                else:
+                    self.state.stateful_callbacks[name] = state
+
+    def _all_progress(self) -> dict[str, Any]:
+        """Return what has to go on in the log: of all ranks on rank 0, and the sums of what they add up."""
+        own = {"metrics": self.step_metrics.state_dict(), "has_seen_labels": self.has_seen_labels} | log_sums(self)
+        return {"ranks": gather_on_first(own), "expert_load": self.step_metrics.expert_load()}
+
+
+def optimization_flags(args: SFTConfig) -> dict[str, Any]:
+    """Return the flags that a resumed run must not change, by name and as JSON gives them back.
+
+    Optimizer states, loss and schedule depend on them. Engines express no clipping as 0 or infinity; both become 0.
+    """
+    flags = {flag.name: plain(getattr(args, flag.name)) for flag in SFT.flags.values() if flag.resume == "same"}
+    clipping = args.max_grad_norm or 0.0
+    flags["max_grad_norm"] = clipping if math.isfinite(clipping) else 0.0
+    return json.loads(json.dumps(flags))
+
+
+def plain(value: Any) -> Any:
+    """Return the value of a member of an enumeration, and any other value as it is."""
+    return getattr(value, "value", value)
+
+
+def _copied(piece: ParameterShard) -> ParameterShard:
+    """Return the range with copies of its states in host memory."""
+    states = {kind: tensor.detach().to("cpu", copy=True) for kind, tensor in piece.states.items()}
+    return replace(piece, states=states)
+
+
+def _in_background(work: Callable[[], None]) -> Future[None]:
+    """Do `work` in a thread that does not keep the process alive."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="longctx-save", daemon=True).start()
+    return done
+
+
+def _not_saved(folder: Path, error: Exception) -> NotSavedError:
+    last = next(iter(checkpoints(folder.parent)), None)
+    kept = f"{last} is complete: --resume_from_checkpoint auto goes on from it" if last else "there is none before it"
+    return NotSavedError(f"{folder} could not be written: {error}; {kept}.")
