@@ -131,6 +131,8 @@ def _write(
     )
     try:
         path = report.write(folder)
+    except OSError as error:
+        logger.warning("%s is not written: %s", folder / REPORT_FILE, error)
     except Exception:  # the run has ended, and is not to fail for its page
         logger.warning("%s is not written", folder / REPORT_FILE, exc_info=True)
     else:

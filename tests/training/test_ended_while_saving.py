@@ -11,14 +11,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from longctx.training.checkpoint import saving
 from longctx.training.checkpoint.files import check_files, read_manifest
 from longctx.training.checkpoint.folder import checkpoint_of, checkpoints
-from tests.training.test_training import COMMON, make_documents, write_jsonl
+from longctx.training.trainer import SequenceTrainer
+from tests.training.test_training import COMMON, log_of, make_documents, write_jsonl
 
 LENGTHS = [90, 7, 41, 130, 64, 2, 33, 17, 88, 120]
 TOUCHES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
@@ -90,15 +93,42 @@ def newest(output_dir):
     return folder.name
 
 
+def test_training_goes_on_while_a_checkpoint_is_written(before, tmp_path, monkeypatch):
+    """The write waits until a step after the one that it saves has been logged, and holds what was there before it."""
+    flags, folder, expected = before
+    logged, waited = {}, []
+    place, log = saving.take_place, SequenceTrainer.log
+
+    def take_place(unfinished, target):
+        step = int(target.name.removeprefix("checkpoint-"))
+        waited.append(step == 4 or logged.setdefault(step + 1, threading.Event()).wait(60))
+        place(unfinished, target)
+
+    def log_and_tell(trainer, logs, start_time=None):
+        log(trainer, logs, start_time)
+        logged.setdefault(trainer.state.global_step, threading.Event()).set()
+
+    monkeypatch.setattr(saving, "take_place", take_place)
+    monkeypatch.setattr(SequenceTrainer, "log", log_and_tell)
+    more = ["--save_total_limit", "3", "--save_async", "True"]
+    log_of([*flags, *more, "--output_dir", str(tmp_path / "out")])
+    assert waited == [True, True]
+    check_weights(tmp_path / "out", expected)
+    for name in ("model.safetensors", "states-00000-000.safetensors", "random-00000.json", "index.json"):
+        assert (tmp_path / "out/checkpoint-2" / name).read_bytes() == (folder / "checkpoint-2" / name).read_bytes()
+
+
 def check_weights(output_dir, expected):
     found = load_file(output_dir / "model.safetensors")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("later", [[], ["--save_async", "True"]], ids=["at once", "later"])
 @pytest.mark.parametrize("every", [30, pytest.param(1, marks=pytest.mark.long)])
-def test_a_kill_at_any_file_leaves_a_whole_checkpoint(every, run, before, tmp_path):
+def test_a_kill_at_any_file_leaves_a_whole_checkpoint(every, later, run, before, tmp_path):
     """Up to the end of the run, with one checkpoint to be kept: the old one goes when the new one is there."""
     flags, folder, expected = before
+    flags = [*flags, *later]
     found, output = [], tmp_path / "out"
     for kill_at in range(every, 1000, every):
         shutil.rmtree(output, ignore_errors=True)
@@ -116,7 +146,7 @@ def test_a_kill_at_any_file_leaves_a_whole_checkpoint(every, run, before, tmp_pa
             assert not list(output.glob("*.partial"))
             check_weights(output, expected)
     assert code == 0
-    assert sorted(found) == found
+    assert later or sorted(found) == found, "the two threads touch files in any order"
     assert set(found) == {"checkpoint-2", "checkpoint-4"}
     check_weights(output, expected)
 
@@ -128,9 +158,11 @@ def check_said(printed, output_dir, last):
     assert not list(output_dir.glob("*.partial"))
 
 
-def test_a_file_that_is_too_large_leaves_the_checkpoint_and_says_so(run, before, tmp_path):
+@pytest.mark.parametrize("later", [[], ["--save_async", "True"]], ids=["at once", "later"])
+def test_a_file_that_is_too_large_leaves_the_checkpoint_and_says_so(later, run, before, tmp_path):
     """As with a quota: the model fits, and the optimizer's states do not."""
     flags, folder, _ = before
+    flags = [*flags, *later]
     shutil.copytree(folder, tmp_path / "out")
     largest = max(path.stat().st_size for path in folder.rglob("*.safetensors"))
     code, printed = run(flags, tmp_path / "out", file_bytes=largest - 1)

@@ -96,6 +96,7 @@ KINDS = {
     "cosine": ["--lr_scheduler_type", "cosine", "--warmup_steps", "2", "--optim", "sgd"],
     "tied": [],
     "experts": ["--router_aux_loss_coef", "0.1"],
+    "written meanwhile": ["--save_async", "True"],
 }
 EVERY_STEP = tuple(range(1, STEPS))
 FURTHER = ["stream by workers", "first model is best", "cosine", "tied", "experts"]
@@ -108,7 +109,7 @@ def resumed_case(layout, kinds, steps=EVERY_STEP, **options):
 CASES = [
     resumed_case("1 process", ["fp32"]),
     resumed_case("ring on FSDP2", ["stream", "experts"], (3,)),
-    resumed_case("ulysses on ZeRO-3", ["bf16"], (3,)),
+    resumed_case("ulysses on ZeRO-3", ["bf16", "written meanwhile"], (3,)),
     *(
         resumed_case(layout, FURTHER, marks=pytest.mark.long)
         for layout in ("1 process", "ring on FSDP2", "ulysses on ZeRO-3")
@@ -130,7 +131,7 @@ def flags_of(layout, kind, data, models):
     processes, given = LAYOUTS[layout]
     sp = int(given[given.index("--sp") + 1]) if given else 1
     flags = [*COMMON, *given, *KINDS[kind], "--dataset_name", data]
-    if kind == "states on the host":  # FSDP2 offloads all or nothing
+    if kind == "states on the host" or (kind == "written meanwhile" and "ZeRO" in layout):  # FSDP2: all or nothing
         flags += ["--offload_optimizer_device" if "ZeRO" in layout else "--offload_param_device", "cpu"]
     flags += [
         "--model_name_or_path",

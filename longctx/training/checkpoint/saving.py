@@ -262,8 +262,8 @@ class SavingMixin(PushingMixin):
             if self.base_config is not None:
                 self.base_config.save_pretrained(output_dir or self.args.output_dir)
         except Exception as error:
-            if type(error) in (Exception, RuntimeError):  # raised by tokenizers and torch if the disk is full
-                raise OSError(str(error)) from error
+            if type(error) in (Exception, RuntimeError):  # raised by tokenizers and torch
+                raise OSError(f"no room for a file, or no right to write it ({error})") from error
             raise
         finally:
             self.args.hub_token = token
