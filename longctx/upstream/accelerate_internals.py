@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -83,6 +83,19 @@ def fsdp2_plugin(accelerator: Accelerator) -> Any | None:
     """Return FSDP2's plug-in; None for other engines."""
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
     return plugin if plugin is not None and plugin.fsdp_version == 2 else None
+
+
+def fsdp1_ranges(model: nn.Module) -> dict[Tensor, tuple[Sequence[int], int]]:
+    """Return, for each parameter of FSDP1, its whole shape and the first element of it that this rank holds."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    found: dict[Tensor, tuple[Sequence[int], int]] = {}
+    for module in FullyShardedDataParallel.fsdp_modules(model):
+        flat: Any = module._handle and module._handle.flat_param  # type: ignore[truthy-bool]
+        if flat is not None:
+            parts = zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True)
+            found |= {part: (shape, info.intra_param_start_idx or 0) for part, shape, info in parts}
+    return found
 
 
 def allow_meta(accelerator: Accelerator, model: nn.Module) -> None:

@@ -306,11 +306,16 @@ def test_adapters_are_trained_on_soft_gpus(models, tmp_path, documents_file, sof
 
 @pytest.mark.long
 def test_the_profile_of_fsdp1_trains_as_that_of_fsdp2(models, tmp_path, documents_file, soft_gpus):
-    """FSDP1, which torch has for GPUs alone, as its user starts it: data parallel, since it has no mesh to share."""
+    """FSDP1, which torch has for GPUs alone, as its user starts it: data parallel, since it has no mesh to share.
+
+    FSDP2 goes on from its checkpoint.
+    """
     logs = {}
     for profile in ("fsdp1", "fsdp2"):
         arguments = [*COMMON, "--packing", "True", "--max_length", "256", "--bf16", "False", "--model_name_or_path"]
         arguments += [models["GQA 4:2"], "--dataset_name", documents_file[1], "--output_dir", str(tmp_path / profile)]
+        arguments += ["--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "9"]
+        arguments += ["--resume_from_checkpoint", str(tmp_path / "fsdp1/checkpoint-2")] * (profile == "fsdp2")
         launch = ["--accelerate_config", profile, "--num_processes", "2"]
         command = [sys.executable, "-m", "longctx", "train", *launch, *arguments]
         subprocess.run(command, check=True, env=soft_environment(), timeout=300)

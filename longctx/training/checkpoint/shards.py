@@ -7,7 +7,7 @@ range of the flattened parameter, so a run with another layout reads the ranges 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from longctx.upstream.accelerate_internals import without_wrappers
+from longctx.upstream.accelerate_internals import fsdp1_ranges, without_wrappers
 from longctx.upstream.deepspeed_internals import (
     copy_to_working_weights,
     flat_range,
@@ -71,7 +71,12 @@ def parameter_shards(
 
 def trained_shapes(model: nn.Module) -> dict[str, list[int]]:
     """Return the full shape of every trained parameter by name, to compare a checkpoint with the model."""
-    return {name: list(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in _trained(model)}
+    flattened = fsdp1_ranges(model)
+    return {name: list(_shape(parameter, flattened)) for name, parameter in _trained(model)}
+
+
+def _shape(parameter: Any, flattened: Mapping[Tensor, tuple[Sequence[int], int]]) -> Sequence[int]:
+    return flattened[parameter][0] if parameter in flattened else getattr(parameter, "ds_shape", parameter.shape)
 
 
 def update_working_weights(model: nn.Module, optimizer: Any) -> None:
@@ -89,16 +94,19 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def name_without_wrappers(name: str) -> str:
     """Return a parameter's name in the model without an engine and without wrappers of activation checkpointing."""
-    return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
+    return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "").replace("_fsdp_wrapped_module.", "")
 
 
 def _of_shards(
     model: nn.Module, optimizer: torch.optim.Optimizer, kinds: Sequence[str], scalars: Sequence[str]
 ) -> Iterator[ParameterShard]:
-    """Yield FSDP2's shards, or whole parameters."""
+    """Yield shards of FSDP2 or FSDP1, or whole parameters."""
+    flattened = fsdp1_ranges(model)
     for name, parameter in _trained(model):
         held = _with_states(optimizer, parameter, kinds, scalars)
         start, is_copy = 0, dist.is_initialized() and dist.get_rank() > 0
+        if parameter in flattened:
+            start, is_copy = flattened[parameter][1], False
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             _, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
@@ -109,7 +117,8 @@ def _of_shards(
         local = {kind: _local(tensor) for kind, tensor in {WEIGHT: parameter.data, **held}.items()}
         if local[WEIGHT].numel():
             flat = {kind: tensor.view(-1) if tensor.dim() else tensor for kind, tensor in local.items()}
-            yield ParameterShard(name=name, shape=tuple(parameter.shape), start=start, states=flat, is_copy=is_copy)
+            shape = tuple(_shape(parameter, flattened))
+            yield ParameterShard(name=name, shape=shape, start=start, states=flat, is_copy=is_copy)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from longctx.ranks.agreement import broadcast_object, gather_objects, gather_on_first, on_all_ranks
 from longctx.training.checkpoint.shards import name_without_wrappers
-from longctx.upstream.accelerate_internals import fsdp2_plugin
+from longctx.upstream.accelerate_internals import fsdp1_ranges, fsdp2_plugin
 from longctx.upstream.deepspeed_internals import is_managed
 
 FILE_BYTES = 5 * 10**9
@@ -66,6 +66,8 @@ def names_kept(model: PreTrainedModel) -> set[str]:
 
     Transformers renames or converts those of some types.
     """
+    if fsdp1_ranges(model):  # which gathers the whole model to name its tensors
+        return set()
     held = {name: torch.empty(_shape(tensor), device="meta") for name, tensor in _held(model).items()}
     stored = revert_weight_conversion(model, dict(held))
     return {name for name, tensor in held.items() if stored.get(name) is tensor}
