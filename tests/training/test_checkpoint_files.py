@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,7 +12,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from longctx.training.checkpoint.files import CheckpointError, make_partial, take_place, writing
+from longctx.training.checkpoint.files import (
+    CHECKPOINT,
+    LEFT_BEHIND,
+    CheckpointError,
+    make_partial,
+    remove,
+    take_place,
+    writing,
+)
 from longctx.training.checkpoint.folder import checkpoints, rotate
 from longctx.training.checkpoint.shards import ParameterShard, parameter_shards
 from longctx.training.checkpoint.storage import INDEX, StateReader, write_index, write_states
@@ -223,6 +232,30 @@ def test_a_checkpoint_stays_until_the_one_that_repeats_it_has_its_name(tmp_path,
         with pytest.raises(KeyboardInterrupt):
             take_place(folder / "checkpoint-3.partial", folder / "checkpoint-3")
         assert len(checkpoints(folder)) == 1
+
+
+@pytest.mark.parametrize("name", ["checkpoint-3", "checkpoint-6.replaced"])
+def test_a_kill_while_an_old_one_is_deleted_leaves_nothing_of_its_name(name, tmp_path, monkeypatch):
+    """It would be the folder that was changed last, without a manifest."""
+    make_checkpoints(tmp_path, 6)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "longctx.json").touch()
+
+    def killed(folder, **options):
+        if folder.exists():
+            (folder / "longctx.json").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            remove(tmp_path / name)
+    (left,) = {path.name for path in tmp_path.iterdir()} - {"checkpoint-6"}
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-6"]
+    assert not CHECKPOINT.fullmatch(left)
+    assert LEFT_BEHIND.fullmatch(left)
+    rotate(tmp_path / "checkpoint-6", limit=None, best=None)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-6"]
 
 
 def test_padding_of_a_part_is_not_written():

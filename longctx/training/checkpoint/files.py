@@ -9,7 +9,7 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -25,7 +25,7 @@ FORMAT = 3
 PARTIAL, REPLACED = ".partial", ".replaced"
 """Suffixes of a folder that is being written, and of one that is being replaced."""
 CHECKPOINT = re.compile(rf"checkpoint-(\d+)({re.escape(REPLACED)})?")
-LEFT_BEHIND = re.compile(rf"checkpoint-\d+({re.escape(PARTIAL)}|{re.escape(REPLACED)})")
+LEFT_BEHIND = re.compile(rf"checkpoint-\d+(?!$)({re.escape(REPLACED)})?({re.escape(PARTIAL)})?")
 
 
 class CheckpointError(ValueError):
@@ -117,15 +117,24 @@ def make_partial(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
+def remove(folder: Path) -> None:
+    """Delete a checkpoint. A kill meanwhile leaves no folder of its name, but one that the next start removes."""
+    partial = folder.with_name(folder.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    with suppress(OSError):
+        os.replace(folder, partial)
+    shutil.rmtree(partial, ignore_errors=True)
+
+
 def take_place(partial: Path, folder: Path) -> None:
     """Rename `partial` to `folder`. At every moment it or the old folder, named `.replaced`, is complete."""
     replaced = folder.with_name(folder.name + REPLACED)
     if folder.exists():  # of an earlier run that this one repeats
-        shutil.rmtree(replaced, ignore_errors=True)
+        remove(replaced)
         os.replace(folder, replaced)
     os.replace(partial, folder)
     flush(folder.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove(replaced)
 
 
 def take_places(partial: Path, folder: Path, *, stale: Sequence[str]) -> None:

@@ -33,6 +33,7 @@ from longctx.training.checkpoint.files import (
     CheckpointError,
     checkpoint_name,
     read_manifest,
+    remove,
     step_of,
 )
 from longctx.training.exactness import EXACTNESS_FILE
@@ -397,7 +398,7 @@ def rotate(folder: Path, *, limit: int | None, best: str | None) -> None:
             kept.add(path)
     for path in others:
         if path not in kept:
-            shutil.rmtree(path, ignore_errors=True)
+            remove(path)
 
 
 def how_to_resume(folder: Path) -> str:
