@@ -11,7 +11,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,14 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from trl import SFTConfig
 
-from longctx.ranks.agreement import Channel, gather_objects, gather_on_first, gathered_on_first, on_all_ranks
+from longctx.ranks.agreement import (
+    LEAVE_SECONDS,
+    Channel,
+    gather_objects,
+    gather_on_first,
+    gathered_on_first,
+    on_all_ranks,
+)
 from longctx.regions import region
 from longctx.settings.flags import SFT
 from longctx.training.checkpoint.files import (
@@ -128,9 +135,13 @@ class SavingMixin(PushingMixin):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, and wait for a checkpoint that is being written. Called by all ranks together."""
         try:
-            return super().train(*args, **kwargs)
-        finally:
-            self.finish_saving()
+            output = super().train(*args, **kwargs)
+        except BaseException as error:
+            if self._saving is not None:  # all ranks end with a ValueError; after other errors, one may be gone
+                wait([self._saving], None if isinstance(error, ValueError) else LEAVE_SECONDS)
+            raise
+        self.finish_saving()
+        return output
 
     def save_results(self) -> None:
         """Save the model and the trainer's state in output_dir, each file atomically. Called by all ranks together.
@@ -222,15 +233,18 @@ class SavingMixin(PushingMixin):
         reports = gathered_on_first(write, channel)
 
         def describe() -> None:
+            if not self.is_world_process_zero():
+                return
+            if manifest is not None:
+                kinds = {kind: is_scalar for report in reports for kind, is_scalar in report["kinds"].items()}
+                write_index(unfinished, [report["ranges"] for report in reports], kinds, manifest.parameters)
+            known = {name: about for report in reports for name, about in report["files"].items()}
+            own = [path for path in unfinished.rglob("*") if path.is_file() and not path.name.startswith(_OF_RANKS)]
+            known |= describe_files(
+                unfinished, [path for path in own if str(path.relative_to(unfinished)) not in known]
+            )
             if manifest is None:
                 return
-            kinds = {kind: is_scalar for report in reports for kind, is_scalar in report["kinds"].items()}
-            write_index(unfinished, [report["ranges"] for report in reports], kinds, manifest.parameters)
-            known = {name: about for report in reports for name, about in report["files"].items()}
-            others = [path for path in unfinished.rglob("*") if path.is_file() and not path.name.startswith(_OF_RANKS)]
-            known |= describe_files(
-                unfinished, [path for path in others if str(path.relative_to(unfinished)) not in known]
-            )
             write_manifest(unfinished, replace(manifest, files=known))
             if args.save_on_each_node:
                 texts = {name: (unfinished / name).read_text() for name in (INDEX, MANIFEST)}
