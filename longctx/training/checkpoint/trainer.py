@@ -20,7 +20,6 @@ from transformers.trainer_callback import ExportableState
 from trl import SFTConfig
 
 from longctx.ranks.agreement import broadcast_object, gather_objects, gather_on_first, on_all_ranks
-from longctx.ranks.watchdog import phase
 from longctx.regions import region
 from longctx.settings.flags import SFT
 from longctx.training.checkpoint.files import (
@@ -108,7 +107,6 @@ class ResumableMixin(PushingMixin):
                 "--learning_rate, and resume from an earlier checkpoint."
             )
 
-    @phase("saving")
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         with region("saving", "saving"):
             self._check_weights()
