@@ -145,7 +145,7 @@ def _is_consequence(error: BaseException | None) -> bool:
 
 def _has_timed_out(error: BaseException) -> bool:
     """Return whether a rank did not come in time; the kernel's time-out of a connection is the end of a machine."""
-    return re.search(r"(?<!connection )timed out", str(error).lower()) is not None
+    return re.search(r"(?<!connection )timed out|application timeout", str(error).lower()) is not None
 
 
 def _first_line(error: BaseException) -> str:
