@@ -6,7 +6,7 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -101,18 +101,18 @@ def _main(settings: Settings, launcher: Launcher) -> int:
 
     from longctx.report.memory_advice import out_of_memory_explained
 
-    with out_of_memory_explained(run), failures_told(resume, run.settings["ddp_timeout"]):
-        return _train(run, resume)
+    told = failures_told(resume, run.settings["ddp_timeout"], Path(run.settings["output_dir"]))
+    with out_of_memory_explained(run), told:
+        return _train(run)
 
 
-def _train(run: Run, how_to_resume: Callable[[], str]) -> int:
+def _train(run: Run) -> int:
     """Prepare processes and data, train the model, and return the exit code."""
     with _without_collections():
         from longctx.data import DataError
-        from longctx.launch.failures import tell_failure
         from longctx.launch.terminal import USAGE_ERROR
         from longctx.ranks.agreement import RefusedOnAllRanks
-        from longctx.ranks.watchdog import FAILED, current_watchdog
+        from longctx.ranks.peers import FAILED
         from longctx.run import finish, fit, load, prepare
         from longctx.training.beforehand import UntrainableError
         from longctx.training.callbacks import RESUMABLE
@@ -121,8 +121,6 @@ def _train(run: Run, how_to_resume: Callable[[], str]) -> int:
 
     try:
         prepared = prepare(run)
-        if watchdog := current_watchdog():
-            watchdog.register(lambda failure, rank: tell_failure(failure, rank, how_to_resume()))
         if prepared.is_finished:
             finish()
             return 0

@@ -23,7 +23,7 @@ TABLES = ROOT / "tests" / "promises"
 
 ROWS = {
     "README": 55,
-    "checkpoints": 100,
+    "checkpoints": 102,
     "data": 84,
     "help": 63,
     "launch": 53,

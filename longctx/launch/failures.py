@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from trl import SFTConfig
 
 from longctx.launch.terminal import tell
-from longctx.ranks.watchdog import (
-    FAILED,
-    LEAVE_SECONDS,
-    Failure,
-    Watchdog,
-    current_watchdog,
-    describe_positions,
-    limit_waiting,
-    position_of,
-)
+from longctx.ranks import hang
+from longctx.ranks.peers import FAILED, LEAVE_SECONDS, Failure, Peers, current_peers
 
 OWN_RUN = "longctx-"
 """Prefix of the ids of runs that longctx starts. It sees how their processes end, so ranks need not report it."""
@@ -36,12 +30,13 @@ _OF_OTHERS = (
 
 
 @contextmanager
-def failures_told(how_to_resume: Callable[[], str], timeout: float) -> Iterator[None]:
+def failures_told(how_to_resume: Callable[[], str], timeout: float, output_dir: Path) -> Iterator[None]:
     """Let an error through on the rank that meets it first; ranks that fail because of it exit without printing it.
 
     Args:
         how_to_resume: returns how to resume after a failure.
         timeout: seconds that ranks wait for each other.
+        output_dir: of the run.
 
     Raises:
         SystemExit: in place of an error whose cause is another rank's failure or absence.
@@ -49,70 +44,72 @@ def failures_told(how_to_resume: Callable[[], str], timeout: float) -> Iterator[
     try:
         yield
     except Exception as error:
-        watchdog = current_watchdog()
-        if watchdog is None:
+        peers = current_peers()
+        if peers is None:
             raise
-        _ignore_sigterm()
-        watchdog.tell = None  # this thread tells
+        _stay()
         resume = how_to_resume()
-        failure = _of_another(watchdog, error, timeout, resume) if _is_consequence(error) else None
+        failure = _of_another(peers, error)
+        if failure is None and _has_timed_out(error):
+            first, *places = hang.describe_hang(peers, output_dir / hang.HANG_FOLDER)
+            head = f"the run ends after {timeout:.0f} s (--ddp_timeout); {first}"
+            failure = peers.fail("waited", "\n".join([head, *places, f"  {resume}"]))
         if failure is None:
-            text = f"{watchdog.name(watchdog.rank)} stopped with {type(error).__name__}: {_first_line(error)}. {resume}"
-            failure = watchdog.fail("raised", text)
-            if failure.teller == watchdog.rank:
-                tell(failure.message, prints=False)
-                error.add_note(f"longctx: error: {failure.message}")
+            text = f"{peers.names([peers.rank])} stopped with {type(error).__name__}: {_first_line(error)}. {resume}"
+            failure = peers.fail("raised", text)
+            if failure.message == text:
+                error.add_note(f"longctx: error: {text}")
+                get_error_handler().record_exception(error)  # with its traceback, for the launcher's closing report
+                peers.leave()
                 raise
-        tell_failure(failure, watchdog.rank, resume)
+        mine, is_own = failure.teller == peers.rank, os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN)
+        message = f"{died(failure.message)} {resume}" if failure.kind == "died" else failure.message
+        prints = mine and not (failure.kind == "died" and is_own)  # our launcher sees which process has died
+        # Launchers take the earliest failure, in whole seconds, for the cause.
+        tell(message if mine else f"another rank failed first: {message}", prints=prints, later=2)
+        peers.leave()
         raise SystemExit(FAILED) from None
-
-
-def tell_failure(failure: Failure, rank: int, resume: str) -> None:
-    """Print why the run fails if this rank found it out, and write it down for the launcher.
-
-    Args:
-        rank: this rank.
-        resume: how to resume.
-    """
-    mine = failure.teller == rank
-    message = f"{died(failure.message)} {resume}" if failure.kind == "died" else failure.message
-    is_seen = failure.kind == "died" and os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN)
-    # Launchers take the earliest failure, in whole seconds, for the cause.
-    tell(message if mine else f"another rank failed first: {message}", prints=mine and not is_seen, later=2)
 
 
 def reason(error: BaseException) -> str:
     """Return why a run fails, as far as this rank knows: another rank's failure, or its own error.
 
-    One of several ranks ignores SIGTERM from here on; see `_ignore_sigterm`.
+    One of several ranks ignores SIGTERM from here on; see `_stay`.
     """
-    watchdog = current_watchdog()
-    if watchdog is not None:
-        _ignore_sigterm()
-        is_told = _is_consequence(error) and not _has_timed_out(error)
-        if is_told and (failure := watchdog.wait_for_failure(LEAVE_SECONDS)):
+    peers = current_peers()
+    if peers is not None:
+        _stay()
+        if failure := _of_another(peers, error):
             return failure.message
     return f"{type(error).__name__}: {_first_line(error)}"
 
 
-def _ignore_sigterm() -> None:
-    """Ignore SIGTERM until this rank ends, so that it can report why the run has failed.
+def _of_another(peers: Peers, error: BaseException) -> Failure | None:
+    """Return why another rank fails, if that has caused the error."""
+    if not _is_consequence(error):
+        return None
+    return peers.wait_for_failure(1 if _has_timed_out(error) else LEAVE_SECONDS)
+
+
+def _stay() -> None:
+    """Let nothing but its main thread end this rank, so that it can report why the run has failed.
 
     Launchers send SIGTERM as soon as another rank has ended, and SIGKILL 30 s later.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    hang.WATCH.stop()
 
 
 class FollowSteps(TrainerCallback):
-    """Tells the watchdog the current step, and gives --ddp_timeout to the engine's process groups."""
+    """Gives --ddp_timeout to the engine's process groups, and says that this rank goes on."""
 
     def on_train_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if current_watchdog() is not None:
-            limit_waiting(timedelta(seconds=args.ddp_timeout))
+        hang.limit_waiting(args.ddp_timeout, Path(args.output_dir))
 
     def on_step_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if watchdog := current_watchdog():
-            watchdog.step = state.global_step + 1
+        hang.WATCH.go_on()
+
+    on_substep_end = on_step_end = on_prediction_step = on_evaluate = on_save = on_step_begin
 
 
 _LIKELY = {
@@ -147,24 +144,8 @@ def _is_consequence(error: BaseException | None) -> bool:
 
 
 def _has_timed_out(error: BaseException) -> bool:
-    return "timed out" in str(error).lower()
-
-
-def _of_another(watchdog: Watchdog, error: Exception, timeout: float, resume: str) -> Failure | None:
-    """Return why other ranks could not be reached, or None if unknown."""
-    here = position_of(error, watchdog.step)
-    timed_out = _has_timed_out(error)
-    if not timed_out and (failure := watchdog.wait_for_failure(LEAVE_SECONDS)):
-        return failure
-    answers = watchdog.ask_all()
-    if watchdog.failure is not None:
-        return watchdog.failure
-    if not timed_out and None not in answers.values():
-        return None
-    lines = describe_positions(watchdog, here, answers)
-    waited = f"after {timeout:.0f} s (--ddp_timeout)" if timed_out else f"for {_first_line(error)}"
-    head = f"the run ends {waited}: {lines[0]}"
-    return watchdog.fail("waited", "\n".join([head, *lines[1:], f"  {resume}"]))
+    """Return whether a rank did not come in time; the kernel's time-out of a connection is the end of a machine."""
+    return re.search(r"(?<!connection )timed out|application timeout", str(error).lower()) is not None
 
 
 def _first_line(error: BaseException) -> str:

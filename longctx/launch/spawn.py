@@ -15,7 +15,7 @@ from types import FrameType
 import psutil
 
 from longctx.launch.failures import OWN_RUN, died
-from longctx.ranks.watchdog import FAILED
+from longctx.ranks.peers import FAILED
 from longctx.untrusted.working_directory import without_working_directory
 
 
@@ -40,6 +40,7 @@ def spawn(
 
     variables = without_working_directory()
     variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # with "0" torch's agent listens on every interface
+    variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "15"  # seconds for other ranks to leave once one has failed
     variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(
         max(1, (os.cpu_count() or 1) // num_processes)
     )

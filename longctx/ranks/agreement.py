@@ -1,7 +1,7 @@
 """Let ranks take turns, and end together when one of them cannot continue.
 
 Preparing data can take one rank hours. The others do not wait in a collective, which fails after the process group's
-time-out. They poll the group's store for as long as that rank lives.
+time-out. They poll the group's store for as long as that rank's process lives.
 """
 
 from __future__ import annotations
@@ -20,14 +20,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from longctx.ranks import is_first_on_node
-from longctx.ranks.watchdog import Watchdog, current_watchdog, leave
+from longctx.ranks import hang, is_first_on_node
+from longctx.ranks.peers import LEAVE_SECONDS, Peers, current_peers
 
 Result = TypeVar("Result")
-
-SILENCE_SECONDS = 300.0
-"""A rank without a heartbeat for so long counts as lost: its watchdog beats even while C code runs."""
-LEAVE_SECONDS = 10.0
 
 
 class RefusedOnAllRanks(ValueError):
@@ -183,7 +179,7 @@ def exit_with_others(seconds: float = LEAVE_SECONDS) -> None:
 
     A launcher stops all processes once one has ended, so the reason must be reported before.
     """
-    leave()
+    hang.WATCH.stop()
     if not dist.is_initialized():
         return
     with suppress(RuntimeError):  # the store is gone with the rank that kept it
@@ -198,10 +194,10 @@ def exit_with_others(seconds: float = LEAVE_SECONDS) -> None:
 def _meet(
     work: Callable[[], Any], *, folder: Path | None = None, channel: Channel | None = None, gather: bool = False
 ) -> Any:
-    watchdog = current_watchdog()
-    if watchdog is None:
+    peers = current_peers()
+    if peers is None:
         return [work()] if gather else work()
-    meeting = _Meeting(watchdog, channel)
+    meeting = _Meeting(peers, channel)
     try:
         if folder is not None:
             meeting.wait_for_turn(folder)
@@ -210,7 +206,7 @@ def _meet(
         meeting.wait_for_all()
         if gather:
             result = meeting.results()
-    except RefusedOnAllRanks:
+    except (RefusedOnAllRanks, dist.DistError):
         raise
     except ValueError as error:
         raise meeting.refuse(str(error)) from error
@@ -225,15 +221,15 @@ def _meet(
 class _Meeting:
     """The keys of one call in the process group's store. All ranks make the same calls in the same order."""
 
-    def __init__(self, watchdog: Watchdog, channel: Channel | None) -> None:
-        self.watchdog, self.rank, self.world_size = watchdog, watchdog.rank, watchdog.world_size
+    def __init__(self, peers: Peers, channel: Channel | None) -> None:
+        self.peers, self.rank, self.world_size = peers, peers.rank, peers.world_size
+        self.is_in_thread = channel is not None
         store = channel.store if channel else dist.distributed_c10d._get_default_store()
         kind = f"longctx/{channel.name if channel else ''}"
         number = store.add(f"{kind}calls/{self.rank}", 1)
         self.store = dist.PrefixStore(f"{kind}{number}", store)
         self.probe: Path | None = None
         self.group: str | None = None
-        self._heard: dict[int, tuple[bytes, float]] = {}
 
     def refuse(self, message: str) -> RefusedOnAllRanks:
         """Tell all ranks to stop; the first call decides the message."""
@@ -271,12 +267,13 @@ class _Meeting:
         self.store.set(f"ready/{self.rank}", result)
 
     def wait_for_all(self) -> None:
-        """Wait until every rank has finished its work; rank 0 watches the others, and they watch rank 0."""
+        """Wait until every rank has finished its work."""
         if self.rank != 0:
             self._wait(lambda: self.store.check(["all ready"]))
+            self.peers.who(0)  # to name it, should the store end with it
             return
         for rank in range(1, self.world_size):
-            self._wait(functools.partial(self.store.check, [f"ready/{rank}"]), watched=range(rank, self.world_size))
+            self._wait(functools.partial(self.store.check, [f"ready/{rank}"]), watched=rank)
         self.store.set("all ready", "")
 
     def results(self) -> list[Any]:
@@ -291,32 +288,21 @@ class _Meeting:
         if self.probe is not None:
             self.probe.unlink(missing_ok=True)
 
-    def _wait(self, is_over: Callable[[], bool], watched: range = range(1)) -> None:
-        """Poll often at first, then about once a second."""
-        for attempt in itertools.count():
-            try:
-                if is_over():
-                    return
-                if self.store.check(["refused"]):
-                    raise self.refuse("")
-                self._listen(watched)
-            except RuntimeError as error:
-                raise RefusedOnAllRanks(
-                    f"rank {self.rank} has lost the store through which ranks meet. It ends with the process that "
-                    f"keeps it: rank 0, or the launcher ({error}). See the messages before this one.",
-                    is_mine=True,
-                ) from error
-            time.sleep(0.01 * 1.5 ** min(attempt, 11))
+    def _wait(self, is_over: Callable[[], bool], watched: int | None = None) -> None:
+        """Poll often at first, then about once a second, until it is over or the run has failed.
 
-    def _listen(self, ranks: range) -> None:
-        """Stop all ranks if one of these has been silent for too long."""
-        now = time.monotonic()
-        for rank in ranks:
-            count = self.watchdog.beats(rank)
-            before, since = self._heard.get(rank, (None, now))
-            self._heard[rank] = (count, since if count == before else now)
-            if now - self._heard[rank][1] > SILENCE_SECONDS:
-                raise self.refuse(
-                    f"rank {rank} has given no sign of life for {SILENCE_SECONDS:.0f} s while the others waited for "
-                    "its data. Look for its process (ended, stopped, out of memory?), and start the run again."
-                )
+        Args:
+            watched: rank whose process must not end; None means the rank before this one. The main thread alone looks.
+        """
+        watched = self.peers.before if watched is None else watched
+        for attempt in itertools.count():
+            has_ended = not self.is_in_thread and self.peers.has_ended(watched)  # in order, if it is over now
+            if is_over():
+                return
+            if self.store.check(["refused"]):
+                raise self.refuse("")
+            if not self.is_in_thread:
+                if failure := self.peers.look([watched] * has_ended):
+                    raise dist.DistError(failure.message + " has died" * (failure.kind == "died"))
+                hang.WATCH.go_on()
+            time.sleep(0.01 * 1.5 ** min(attempt, 11))

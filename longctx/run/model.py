@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from longctx.model.rows import obstacle_to_rows
 from longctx.model.tiny import TINY
 from longctx.parallel import SequenceParallel, parallelize
 from longctx.ranks.agreement import gather_objects, on_all_ranks
-from longctx.ranks.watchdog import limit_waiting
+from longctx.ranks.hang import limit_waiting
 from longctx.run.preparation import PreparedRun
 from longctx.sequence.host_tensors import SavedOnHost
 from longctx.sequence.mesh import select_device
@@ -105,7 +104,7 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
     if settings["torch_compile"]:
         install_compiled(model, settings["torch_compile_backend"], settings["torch_compile_mode"])
     if run.has_group:
-        limit_waiting(timedelta(seconds=settings["ddp_timeout"]))
+        limit_waiting(settings["ddp_timeout"], Path(args.output_dir))
     if settings["use_peft"]:
         model = add_adapter(model, settings)
     if settings["load_in_4bit"] and run.engine == "fsdp2":

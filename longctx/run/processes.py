@@ -15,8 +15,8 @@ from trl import SFTConfig
 import longctx
 from longctx.launch.network import choose_interface
 from longctx.launch.store import renew_store
+from longctx.ranks import hang
 from longctx.ranks.agreement import check_agreement, on_all_ranks
-from longctx.ranks.watchdog import leave
 from longctx.settings.machine_checks import MINIMUM_VERSIONS, REQUIRED_VERSIONS
 from longctx.settings.run import Run
 from longctx.training.checkpoint.folder import checkpoint_of
@@ -36,6 +36,7 @@ def start_processes(run: Run) -> None:
     if run.has_group:
         renew_store()
         choose_interface(os.environ)
+        hang.record_collectives(Path(settings["output_dir"]), os.environ)
     if run.promotes_engine:
         promote(run.engine)
     if run.engine == "fsdp2" and settings["load_in_4bit"]:
@@ -91,7 +92,7 @@ def _decided(run: Run, args: SFTConfig) -> dict[str, str]:
 
 def finish() -> None:
     """Leave the process group together."""
-    leave()
+    hang.WATCH.stop()
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

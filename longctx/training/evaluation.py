@@ -17,7 +17,6 @@ from transformers.trainer_utils import PredictionOutput, speed_metrics
 from longctx.packing import PackedDataset
 from longctx.parallel import SequenceParallel
 from longctx.ranks.agreement import gather_objects
-from longctx.ranks.watchdog import phase
 from longctx.regions import region
 from longctx.sequence.mesh import ParallelDims
 from longctx.training.checkpoint import ResumableMixin
@@ -138,7 +137,6 @@ class EvaluatingMixin(ResumableMixin):
         speed = speed_metrics(prefix, start, num_samples=output.num_samples, num_steps=len(loader))
         return {**output.metrics, **named, **speed}
 
-    @phase("evaluation")
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """Add one batch to the sums; the evaluation loop has nothing to average."""
         with torch.no_grad(), self.compute_loss_context_manager():

@@ -24,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 from longctx.data.contents import cache_folder, cache_key
 from longctx.launch.console import Line, show
 from longctx.packing import PairedDataset
+from longctx.ranks import hang
 from longctx.ranks.agreement import broadcast_object
-from longctx.ranks.watchdog import phase
 from longctx.sequence.checks import host_group
 from longctx.sequence.shard import Shard
 from longctx.settings.dpo import uses_reference
@@ -124,9 +124,9 @@ class ReferencedPreferenceLoss(PreferenceLoss):
             dist.all_reduce(torch.from_numpy(result), group=host_group(dist.group.WORLD))
         return result
 
-    @phase("reference")
     def _batch_sums(self, trainer: Any, model: nn.Module, batch: Shard) -> NDArray[np.float64]:
         """Return float64 [pairs of the batch, 2]."""
+        hang.WATCH.go_on()
         with torch.no_grad(), trainer.compute_loss_context_manager():
             shard = self.sequence.place(batch)
             outputs = self.sequence.token_outputs(model, shard)  # without what the log of training reads

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from datasets import Dataset
 from numpy.typing import NDArray
 from torch import nn
@@ -42,7 +41,6 @@ from longctx.model.quantized import pieces_placed
 from longctx.model.rows import rows_read
 from longctx.packing import PackedDataset, PackedStream, PackingReport
 from longctx.parallel import SequenceParallel
-from longctx.ranks.watchdog import phase
 from longctx.regions import clock, region
 from longctx.sequence.batch import ShardedBatch
 from longctx.sequence.checks import StepCounts
@@ -66,9 +64,6 @@ from longctx.training.progress import print_lines
 from longctx.training.schedule import add_defaults
 from longctx.upstream.accelerate_internals import allow_meta, fsdp2_plugin, keep_sums_in_fp32, save_whole_models
 from longctx.upstream.transformers_internals import average_running_loss, keep_mode, mean_running_loss
-
-phase("backward")(Accelerator.backward)
-phase("backward")(torch.Tensor.backward)  # of custom loops
 
 
 class SequenceMixin(EvaluatingMixin):
@@ -240,7 +235,6 @@ class SequenceMixin(EvaluatingMixin):
             self._weights = SimpleNamespace(parameters=[*model.parameters()].copy)
         return super()._clip_grad_norm(self._weights)
 
-    @phase("gradient norm")
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
         """Return the norm, the same on all ranks, after handling a NaN or infinite one before the weights change."""
         norm = float(super()._get_grad_norm(model, grad_norm))  # the one wait of the host for the device in a step
@@ -295,7 +289,6 @@ class SequenceMixin(EvaluatingMixin):
         """Return the sequences of an optimizer step."""
         return self.args.train_batch_size * self.sequence.dims.dp * args.gradient_accumulation_steps
 
-    @phase("reading data")
     def get_batch_samples(self, epoch_iterator: Iterator[Shard], num_batches: int, device: torch.device) -> Any:
         """Return a step's micro-batches and its denominators, and send the message of the step after it.
 
@@ -340,7 +333,6 @@ class SequenceMixin(EvaluatingMixin):
             loss = super().training_step(*args, **kwargs)
         return torch.where(loss.isfinite(), loss, mean_running_loss(self)) if self._leaves_out_nonfinite else loss
 
-    @phase("forward")
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self.stream_read = inputs.stream_read
         if self._uncounted:

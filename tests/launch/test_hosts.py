@@ -126,6 +126,51 @@ def test_two_hosts_equal_one_process(own_name, layouts, per_host, models, tmp_pa
     assert not list(tmp_path.glob("*/*.partial"))
 
 
+LOSING = """
+import os, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from longctx.launch.failures import failures_told
+from longctx.launch.network import choose_interface
+from longctx.ranks.agreement import on_all_ranks
+from longctx.ranks.hang import limit_waiting
+
+choose_interface(os.environ)
+dist.init_process_group("gloo")
+with failures_told(lambda: "Resume.", 1800, Path("out")):
+    on_all_ranks(lambda: None)
+    limit_waiting(1800, Path("out"))
+    dist.barrier()
+    print("ready", flush=True)
+    if sys.argv[1] == "in a meeting":
+        on_all_ranks(lambda: time.sleep(3600 * dist.get_rank()))
+    while True:
+        dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("where", ["in a collective", "in a meeting"])
+def test_a_host_that_is_gone_is_named_within_30_s(where, tmp_path):
+    """Its cable is cut, so that nothing closes a connection. No launcher looks after the ranks, as in plain srun."""
+    (tmp_path / "losing.py").write_text(LOSING)
+    command = ["MASTER_ADDR=hosta", "MASTER_PORT=29500", "WORLD_SIZE=2", "LOCAL_WORLD_SIZE=1", "LOCAL_RANK=0"]
+    command += [sys.executable, "losing.py", where]
+    with (
+        two_hosts(tmp_path) as hosts,
+        started(hosts, [["env", f"RANK={r}", *command] for r in (0, 1)], tmp_path) as ran,
+    ):
+        logs = [tmp_path / f"{host.name}.log" for host in hosts]
+        wait_until(lambda: all("ready" in log.read_text() for log in logs), "the start", 100)
+        assert hosts[1].run(["ip", "link", "set", "eth0", "down"], cwd=tmp_path).returncode == 0
+        for rank, process in enumerate(ran):
+            if rank == 0 or where == "in a collective":  # else rank 1 works
+                assert process.wait(30) == 1
+                (error,) = [line for line in logs[rank].read_text().splitlines() if "longctx: error: " in line]
+                assert re.search(rf"rank {1 - rank} \(pid \d+ on {hosts[1 - rank].name}\) has died", error)
+
+
 # Other launchers
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -319,7 +319,6 @@ def outcome(function, *arguments):
 
 def wait_for_slow_first_rank(folder):
     """Every case in one process group; {case: (result, seconds)}."""
-    from longctx.ranks import agreement, watchdog
     from longctx.ranks.agreement import main_process_first, on_all_ranks
 
     rank = short_time_out()
@@ -352,10 +351,6 @@ def wait_for_slow_first_rank(folder):
     results["fails"] = outcome(main_process_first, fails, folder)
     results["crashes"] = outcome(main_process_first, crashes, folder)
     results["second fails"] = outcome(on_all_ranks, second_fails)
-    usual = agreement.SILENCE_SECONDS, watchdog.BEAT_SECONDS
-    agreement.SILENCE_SECONDS, watchdog.BEAT_SECONDS = 1.5, 60 if rank == 0 else 0.3
-    results["silent"] = outcome(main_process_first, lambda: time.sleep(4 if rank == 0 else 0), folder)
-    agreement.SILENCE_SECONDS, watchdog.BEAT_SECONDS = usual
     results["after all"] = outcome(on_all_ranks, lambda: rank)
     return results
 
@@ -376,9 +371,6 @@ def test_ranks_wait_for_the_first_beyond_the_time_out_and_end_with_it(tmp_path):
         ("refused", "rank 1", False),
         ("refused", "rank 1", True),
     )
-    assert second["silent"][0][1].startswith("rank 0 has given no sign of life")
-    assert 1 < second["silent"][1] < 4
-    assert first["silent"][0] == (*second["silent"][0][:2], False)
     assert (first["after all"][0], second["after all"][0]) == (0, 1)
 
 

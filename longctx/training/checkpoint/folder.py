@@ -53,10 +53,10 @@ MODEL_FILES = (
 """Files of a saved model and its tokenizer."""
 _RUN_FILES = (
     *("checkpoint-*", "model.partial", "trainer_state.json", "training_args.bin", "run_report.html"),
-    *("nonfinite.jsonl", "profile", EXACTNESS_FILE),
+    *("nonfinite.jsonl", "profile", "hang", EXACTNESS_FILE),
 )
 """What else a run writes."""
-_REPORTS = {EXACTNESS_FILE, "run_report.html"}
+_REPORTS = {EXACTNESS_FILE, "run_report.html", "hang"}
 """If a folder holds nothing else but run.json, its run was refused, or ended before its first checkpoint."""
 
 
