@@ -173,17 +173,15 @@ def merged(with_adapter: Any, names: Mapping[str, str]) -> dict[str, NewTensor] 
     pending: dict[str, Tensor] = {}
     prefixes: tuple[str, ...] = ()
 
-    def take(prefix: str, module: nn.Module, name: str) -> Tensor:
+    def take(prefix: str, module: Any, name: str) -> Tensor:
         if name not in pending:
             pending.update({f"{prefix}{key}": value for key, value in _merge(prefix, module).items()})
         return pending.pop(name)
 
-    module: Any
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) and not name.startswith(prefixes):
-            prefix = f"{name}."
+            prefix, base = f"{name}.", getattr(module, "original_module", None) or module.get_base_layer()
             prefixes += (prefix,)
-            base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module.original_module
             for key, value in base.state_dict().items():
                 values = partial(take, prefix, module, prefix + key)
                 changed[prefix + key] = computed(prefix + key, value, values)

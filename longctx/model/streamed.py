@@ -63,7 +63,7 @@ def computed(name: str, like: Tensor, values: Callable[[], Tensor]) -> NewTensor
     """
 
     def blocks() -> Iterator[Tensor]:
-        for block in values().reshape(-1).split(BLOCK_BYTES // like.dtype.itemsize):
+        for block in values().contiguous().view(-1).split(BLOCK_BYTES // like.dtype.itemsize):
             check_finite(name, block)
             yield block
 
@@ -109,8 +109,7 @@ def write_tensors(tensors: Mapping[str, NewTensor], folder: Path, most_bytes: in
         with open(folder / name, "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for key in keys:
-                for block in tensors[key].blocks():
-                    file.write(block.contiguous().view(torch.uint8).numpy().data)
+                file.writelines(block.view(torch.uint8).numpy().data for block in tensors[key].blocks())
             file.flush()
             os.fsync(file.fileno())
     if split.is_sharded:
