@@ -16,8 +16,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
     before = signal.signal(signal.SIGTERM, _end)
     try:
+        from transformers.utils import logging
+
         from longctx.run.exported import export
 
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
         print(export(options.folder, options.output_dir, options.model_name_or_path, options.model_revision))
     except KeyboardInterrupt:
         print("\nlongctx: interrupted. Nothing is exported.", file=sys.stderr)

@@ -38,7 +38,7 @@ def check_no_adapter(name: str, revision: str | None) -> None:
     if find_adapter_config_file(name, revision=revision) is not None:
         raise ValueError(
             f"--model_name_or_path {name} holds an adapter (adapter_config.json). Merge it into its model first "
-            "(peft's merge_and_unload, then save_pretrained), and name that folder."
+            f"(longctx export {name} --output_dir MERGED), and name that folder."
         )
 
 

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, logging
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from longctx.model.config_file import check_model_folder, read_config_file, side_file
 from longctx.model.files import check_weight_files, files_read, weight_files
@@ -53,7 +53,6 @@ def export(folder: Path, output: Path, base: str | None, revision: str | None) -
     Raises:
         ValueError, OSError: if there is nothing to export, or it cannot be exported exactly. Nothing is left.
     """
-    logging.disable_progress_bar()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"--output_dir {output} is not empty. Name a new folder.")
     _check_folder(folder, output)
@@ -103,6 +102,8 @@ class _Source:
 
     folder: Path
     is_adapter: bool
+    named: str
+    """The base model, as it is told."""
     base: str
     """Folder or hub name of the model whose files are copied, which may be `folder`."""
     revision: str | None
@@ -142,6 +143,7 @@ def _source(folder: Path, base: str | None, revision: str | None, made: Path) ->
             raise ValueError(f"{folder / ADAPTER_CONFIG} names no base model. Name it with --model_name_or_path.")
     has_config = (folder / CONFIG_NAME).exists()
     config = load_config(str(folder) if has_config else name, revision=None if has_config else revision)
+    named = name
     if name == TINY:
         load_model(TINY, config, dtype="auto").save_pretrained(made)
         load_tokenizer(TINY).save_pretrained(made)
@@ -155,6 +157,7 @@ def _source(folder: Path, base: str | None, revision: str | None, made: Path) ->
     return _Source(
         folder=folder,
         is_adapter=is_adapter,
+        named=named,
         base=name,
         revision=revision,
         has_config=has_config,
@@ -208,8 +211,8 @@ def _planned(source: _Source) -> tuple[PreTrainedModel, dict[str, NewTensor] | N
     stored = dict(chain.from_iterable(map(stored_in, files)))
     names, held = locate(model, stored), model.state_dict(keep_vars=True)
     dtype = text.dtype if source.is_part else (source.whole_config or source.config).dtype
-    dtypes = dict.fromkeys(stored, dtype) | {key: dtype and held[name].dtype for name, key in names.items()}
-    tensors = {key: copied(weight, dtypes[key]) for key, weight in stored.items()}
+    as_stored = {key for name, key in names.items() if held[name].dtype != dtype}  # in fp32 whatever the dtype is
+    tensors = {key: copied(weight, None if key in as_stored else dtype) for key, weight in stored.items()}
     changed: dict[str, NewTensor] | None = {}
     if source.is_part:
         in_whole = names_in_whole(text, whole)
@@ -220,9 +223,9 @@ def _planned(source: _Source) -> tuple[PreTrainedModel, dict[str, NewTensor] | N
     if source.is_adapter:
         with_adapter, is_plain = adapted(text, source.folder)
         changed = merged(with_adapter, names) if is_plain else None
-        said = f"The adapter {source.folder} was merged into {source.base}."
+        said = f"The adapter {source.folder} was merged into {source.named}."
     elif source.is_part:
-        said = f"The text part {source.folder} was put into {source.base}."
+        said = f"The text part {source.folder} was put into {source.named}."
         changed = _text_tensors(source, text, names)
     return model, None if changed is None else tensors | changed, said
 
