@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nlongctx: interrupted. Nothing is exported.", file=sys.stderr)
         return INTERRUPTED
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         folder = str(options.folder)
         return end_refused(ValueError(str(error).replace(f"--model_name_or_path {folder}", folder)))
     finally:

@@ -172,7 +172,7 @@ CONFIGS = {
     "endless target_modules": ({"target_modules": ENDLESS}, "it ran for more than 3 s of CPU time"),
     "endless exclude_modules": ({"exclude_modules": ENDLESS}, "it ran for more than 3 s of CPU time"),
     "endless rank_pattern": ({"rank_pattern": {ENDLESS: 4}}, "it ran for more than 3 s of CPU time"),
-    "no expression": ({"target_modules": "(("}, "does not fit a llama model"),
+    "no expression": ({"target_modules": "(("}, "does not fit a llama model: missing ), unterminated subpattern"),
     "layers twice": ({"layer_replication": [[0, 2], [1, 2]]}, "sets layer_replication to [[0, 2], [1, 2]], with which"),
     "single tokens": ({"trainable_token_indices": [1]}, "sets trainable_token_indices to [1], with which a merge"),
     "changed base": ({"init_lora_weights": "pissa"}, "sets init_lora_weights to 'pissa', with which a merge"),
@@ -188,17 +188,17 @@ CONFIGS = {
     "ranks as text": ({"rank_pattern": {"q_proj": "4"}}, "sets rank_pattern to {'q_proj': '4'}; expected"),
     "no rank": ({"r": 0}, "does not fit a llama model: `r` should be a positive integer"),
     "other rank": ({"r": 5}, "does not fit a llama model: Error(s) in loading state_dict"),
-    "other layers": ({"target_modules": ["q_proj"]}, "holds 4 tensors for which adapter_config.json and the base have"),
-    "more layers": ({"target_modules": ["q_proj", "down_proj", "k_proj"]}, "has no tensor base_model.model.model."),
+    "other layers": ({"target_modules": ["q_proj"]}, "there is no place for its tensor base_model.model.model."),
+    "more layers": ({"target_modules": ["q_proj", "down_proj", "k_proj"]}, "it has no tensor base_model.model.model."),
     "no such layers": ({"target_modules": ["query"]}, "does not fit a llama model: Target modules"),
-    "module not saved": ({"modules_to_save": ["norm"]}, "layernorm.weight', which adapter_config.json asks for"),
+    "module not saved": ({"modules_to_save": ["norm"]}, "layernorm.weight' (KeyError)"),
     "no base": ({"base_model_name_or_path": None}, "names no base model. Name it with --model_name_or_path"),
     "no list": ([], "holds a list, expected an object"),
 }
 WEIGHTS = {
     "NaN": (lambda held: held[A].fill_(float("nan")), "down_proj.weight holds NaN or infinity"),
-    "missing": (lambda held: held.pop(A), f"has no tensor {A}"),
-    "one more": (lambda held: held.update({f"{A}2": held[A].clone()}), f"such as {A}2"),
+    "missing": (lambda held: held.pop(A), f"it has no tensor {A}"),
+    "one more": (lambda held: held.update({f"{A}2": held[A].clone()}), f"there is no place for its tensor {A}2"),
     "other shape": (lambda held: held.update({A: held[A][:2].clone()}), "size mismatch"),
     "whole numbers": (lambda held: held.update({A: held[A].int()}), f"{A} is of type I32; expected"),
 }
@@ -332,9 +332,14 @@ def test_weights_are_rounded_to_the_dtype_of_the_configuration(family, tmp_path,
     assert held.keys() == tensors_of(tmp_path / "model").keys()
     assert held.pop("mask").tolist() == [[True, False]]
     assert {name for name, value in held.items() if value.dtype == torch.float32} == set(kept)
-    assert f" ({' and '.join(sorted({'BF16', 'BOOL', *(['F32'] if kept else [])}))}, " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f" ({' and '.join(sorted({'BF16', 'BOOL', *(['F32'] if kept else [])}))}, " in said
+    assert "F32 weights were converted to the dtype of config.json." in said
     change_weights(tmp_path / "out", lambda held: held.pop("mask"))
     check_loads(tmp_path / "out", expected)
+    other = tmp_path / "model"
+    change_weights(other, lambda held: held.update({"norm.weight": held["model.norm.weight"].clone()}))
+    assert "hold both norm.weight and model.norm.weight" in refused(capsys, other, tmp_path / "two")
 
 
 RUN = ["--max_steps", "2", "--max_length", "64", "--save_steps", "1", "--report_to", "none", "--use_cpu", "True"]

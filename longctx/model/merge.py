@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,23 +29,12 @@ from longctx.untrusted.files import check_file
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _KEYS: dict[str, Any] = {
-    "alpha_pattern": dict[str, int | float] | None,
-    "base_model_name_or_path": str | None,
-    "bias": str,
-    "exclude_modules": list[str] | str | None,
-    "fan_in_fan_out": bool,
-    "layers_pattern": list[str] | str | None,
-    "layers_to_transform": list[int] | int | None,
-    "lora_alpha": int | float,
-    "lora_bias": bool,
-    "modules_to_save": list[str] | None,
-    "r": int,
-    "rank_pattern": dict[str, int] | None,
-    "revision": str | None,
-    "target_modules": list[str] | str | None,
-    "target_parameters": list[str] | None,
-    "use_dora": bool,
-    "use_rslora": bool,
+    **{"r": int, "lora_alpha": int | float, "bias": str, "layers_to_transform": list[int] | int | None},
+    **{"rank_pattern": dict[str, int] | None, "alpha_pattern": dict[str, int | float] | None},
+    **dict.fromkeys(("fan_in_fan_out", "lora_bias", "use_dora", "use_rslora"), bool),
+    **dict.fromkeys(("exclude_modules", "layers_pattern", "target_modules"), list[str] | str | None),
+    **dict.fromkeys(("modules_to_save", "target_parameters"), list[str] | None),
+    **dict.fromkeys(("base_model_name_or_path", "revision"), str | None),
 }
 """The keys of adapter_config.json that a merge follows, with their types."""
 
@@ -105,8 +94,7 @@ def adapted(model: PreTrainedModel, folder: Path) -> tuple[Any, bool]:
     """
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
-    values = read_adapter_config(folder)
-    file = check_file(folder / ADAPTER_WEIGHTS)
+    values, file = read_adapter_config(folder), check_file(folder / ADAPTER_WEIGHTS)
     if not file.exists():
         raise ValueError(f"{file} is missing. Copy the adapter's folder again, or save the adapter as safetensors.")
     check_tensors([file])
@@ -127,29 +115,23 @@ def adapted(model: PreTrainedModel, folder: Path) -> tuple[Any, bool]:
         with_adapter = put_in()
         expected = with_adapter.state_dict()
         result: Any = set_peft_model_state_dict(with_adapter, dict(weights), low_cpu_mem_usage=True)
-    except KeyError as error:
-        raise ValueError(f"{file} has no tensor {error}, which {ADAPTER_CONFIG} asks for. Copy it again.") from error
+        held: dict[str, Any] = with_adapter.state_dict(keep_vars=True)
+        missing = [name for name in result.missing_keys if ".default" in name]
+        for name in missing + result.unexpected_keys:
+            kind = "it has no tensor" if missing else "there is no place for its tensor"
+            raise ValueError(f"{kind} {name.replace('.default', '')}")
     except Exception as error:  # whatever PEFT makes of such values
         kind = "" if isinstance(error, OutOfBounds | ValueError) else f" ({type(error).__name__})"
         raise ValueError(
-            f"{folder / ADAPTER_CONFIG} does not fit a {model.config.model_type} model: "
-            f"{' '.join(str(error).split()).rstrip('.')}{kind}. Name the adapter's own base with --model_name_or_path."
+            f"The adapter {folder} does not fit a {model.config.model_type} model: "
+            f"{' '.join(str(error).split()).rstrip('.')}{kind}. Name its own base with --model_name_or_path, or copy "
+            "the adapter again."
         ) from error
-    if unknown := result.unexpected_keys:
-        raise ValueError(
-            f"{file} holds {len(unknown)} tensors for which {ADAPTER_CONFIG} and the base have no place, such as "
-            f"{unknown[0]}. Name the adapter's own base with --model_name_or_path."
-        )
-    held: dict[str, Any] = with_adapter.state_dict(keep_vars=True)
-    known = {id(weight) for weight in weights.values()}
-    is_whole = known == {id(value) for value in held.values()} & known
     for name, value in held.items():
-        if id(value) in known:
+        if hasattr(value, "stored") and value.stored.file == file:
             value.stored = replace(value.stored, dtype=expected[name].dtype)
-        elif ".default" in name and is_whole:
-            missing = name.replace(".default", "")
-            raise ValueError(f"{file} has no tensor {missing}, which {ADAPTER_CONFIG} asks for. Copy it again.")
-    return with_adapter, is_whole
+    used = {id(value) for value in held.values()}
+    return with_adapter, all(id(weight) in used for weight in weights.values())
 
 
 def merged(with_adapter: Any, names: Mapping[str, str]) -> dict[str, NewTensor] | None:
@@ -189,21 +171,15 @@ def merged(with_adapter: Any, names: Mapping[str, str]) -> dict[str, NewTensor] 
         weight = getattr(value, "stored", None)
         if weight is not None and weight.file.name == ADAPTER_WEIGHTS and not name.startswith(prefixes):
             changed[name] = computed(name, value, partial(read_whole, value))
-    _check_untied(model, changed)
-    return {names[name]: tensor for name, tensor in changed.items()} if changed.keys() <= names.keys() else None
-
-
-def _check_untied(model: Any, changed: Iterable[str]) -> None:
-    if not model.config.get_text_config().tie_word_embeddings:
-        return
-    tied = (model.get_input_embeddings(), model.get_output_embeddings())
-    for name, module in model.named_modules():
+    tied = {model.get_input_embeddings(), model.get_output_embeddings()}
+    for name, module in model.named_modules() if model.config.get_text_config().tie_word_embeddings else ():
         if module in tied and any(key.startswith(f"{name}.") for key in changed):
             raise ValueError(
-                f"the adapter changes {name}, and this model's embeddings are tied to its head: merged, the other of "
+                f"The adapter changes {name}, and this model's embeddings are tied to its head: merged, the other of "
                 "the two would change as well. Untie them in the base (a lm_head.weight of its own, and "
                 "tie_word_embeddings false in config.json), and name that with --model_name_or_path."
             )
+    return {names[name]: tensor for name, tensor in changed.items()} if changed.keys() <= names.keys() else None
 
 
 @torch.no_grad()
@@ -216,7 +192,7 @@ def _merge(prefix: str, module: Any) -> dict[str, Tensor]:
     twin.load_state_dict(values, strict=False, assign=True)
     del values
     try:
-        if hasattr(twin, "unload_and_optionally_merge_module"):
+        if hasattr(twin, "unload_and_optionally_merge_module"):  # wrappers of whole modules and of single parameters
             return twin.unload_and_optionally_merge_module(True, False, None).state_dict()
         twin.merge()
         return twin.get_base_layer().state_dict()

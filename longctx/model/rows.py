@@ -96,6 +96,25 @@ def _unreadable_named() -> Iterator[None]:
         raise ValueError(f"The model's weights can no longer be read: {error}") from error
 
 
+def stored_weights(model: PreTrainedModel, name: str, revision: str | None) -> dict[str, StoredWeight] | None:
+    """Return the tensors of a model's safetensors files by name; None if it has other files.
+
+    Raises:
+        ValueError: if they hold a weight both with and without the prefix of the model's type.
+    """
+    files = weight_files(name, revision, download=True)
+    if any(file.suffix != ".safetensors" for file in files):
+        return None
+    stored = dict(chain.from_iterable(map(stored_in, files)))
+    prefix = f"{model.base_model_prefix}."
+    if (twice := next((key for key in stored if prefix + key in stored), None)) is not None:
+        raise ValueError(
+            f"The weights of {name} hold both {twice} and {prefix}{twice}, and the model has room for one of them. "
+            "Remove the other from the files."
+        )
+    return stored
+
+
 @_unreadable_named()
 def obstacle_to_rows(model: PreTrainedModel, name: str, revision: str | None) -> str | None:
     """Return why a rank cannot read only its rows of a model's weights; None if it can.
@@ -107,17 +126,10 @@ def obstacle_to_rows(model: PreTrainedModel, name: str, revision: str | None) ->
     Raises:
         ValueError: if a file cannot be read, or holds a weight both with and without the prefix of the model's type.
     """
-    files = weight_files(name, revision, download=True)
-    if any(file.suffix != ".safetensors" for file in files):
+    weights = stored_weights(model, name, revision)
+    if weights is None:
         return "its weights are not in safetensors files"
-    held = chain.from_iterable(map(stored_in, files))
-    stored = {key: weight for key, weight in held if weight.kind in FLOATS}
-    prefix = f"{model.base_model_prefix}."
-    if (twice := next((key for key in stored if prefix + key in stored), None)) is not None:
-        raise ValueError(
-            f"The weights of {name} hold both {twice} and {prefix}{twice}, and the model has room for one of them. "
-            "Remove the other from the files."
-        )
+    stored = {key: weight for key, weight in weights.items() if weight.kind in FLOATS}
     values: dict[str, Any] = model.state_dict(keep_vars=True)
     tied = {id(value) for key, value in values.items() if key in stored}
     if (

@@ -14,12 +14,13 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
+from longctx.launch.terminal import number
 from longctx.model.config_file import check_model_folder, read_config_file, side_file
 from longctx.model.files import check_weight_files, files_read, weight_files
 from longctx.model.load import load_config, load_model, load_tokenizer, load_whole_config
 from longctx.model.merge import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapted, merged, read_adapter_config
 from longctx.model.multimodal import load_whole, names_in_whole, put_back, with_settings_of
-from longctx.model.rows import locate, stored_in
+from longctx.model.rows import locate, stored_in, stored_weights
 from longctx.model.saving import generation_config_to_load
 from longctx.model.streamed import NewTensor, check_finite, copied, write_tensors
 from longctx.model.tiny import TINY
@@ -64,7 +65,7 @@ def export(folder: Path, output: Path, base: str | None, revision: str | None) -
             for path in partial.rglob("*"):
                 flush(path)
             take_place(partial, output.resolve())
-    return f"{said} The folder is {output}."
+    return f"{said.replace(made, TINY)} The folder is {output}."
 
 
 def _check_folder(folder: Path, output: Path) -> None:
@@ -96,21 +97,18 @@ def _check_folder(folder: Path, output: Path) -> None:
                 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Source:
     """What is exported."""
 
     folder: Path
     is_adapter: bool
-    named: str
-    """The base model, as it is told."""
     base: str
     """Folder or hub name of the model whose files are copied, which may be `folder`."""
     revision: str | None
-    has_config: bool
-    """Whether the causal language model is described by `folder`, and not by its base."""
+    described: tuple[str, str | None]
+    """Name and revision of the causal language model's configuration."""
     config: PretrainedConfig
-    """Of the causal language model."""
     whole_config: PretrainedConfig | None
     """Of the multimodal model, if `base` is one."""
 
@@ -119,10 +117,10 @@ class _Source:
         """Whether a text part is put into its multimodal model."""
         return self.whole_config is not None and self.base != str(self.folder)
 
-    @property
-    def trained(self) -> tuple[str, str | None]:
-        """Name and revision of the causal language model's weights, without an adapter."""
-        return (self.base, self.revision) if self.is_adapter else (str(self.folder), None)
+    def load(self, *, has_values: bool) -> Any:
+        """Return the causal language model, without an adapter."""
+        name, revision = (self.base, self.revision) if self.is_adapter else (str(self.folder), None)
+        return load_model(name, self.config, dtype="auto", revision=revision, has_values=has_values)
 
 
 def _source(folder: Path, base: str | None, revision: str | None, made: Path) -> _Source:
@@ -141,29 +139,19 @@ def _source(folder: Path, base: str | None, revision: str | None, made: Path) ->
             name, revision = values.get("base_model_name_or_path", ""), revision or values.get("revision")
         if not name:
             raise ValueError(f"{folder / ADAPTER_CONFIG} names no base model. Name it with --model_name_or_path.")
-    has_config = (folder / CONFIG_NAME).exists()
-    config = load_config(str(folder) if has_config else name, revision=None if has_config else revision)
-    named = name
+    described = (str(folder), None) if (folder / CONFIG_NAME).exists() else (name, revision)
+    config = load_config(described[0], revision=described[1])
     if name == TINY:
         load_model(TINY, config, dtype="auto").save_pretrained(made)
         load_tokenizer(TINY).save_pretrained(made)
-        name = str(made)
+        name, described = str(made), (str(made), None)
     whole_config = load_whole_config(name, revision=revision)
     if base is not None and not is_adapter and whole_config is None:
         raise ValueError(
             f"--model_name_or_path {base} is not a multimodal model whose text part is trained here, and {folder} is a "
             "whole model by itself. Leave the flag out, or name the multimodal model that the run started from."
         )
-    return _Source(
-        folder=folder,
-        is_adapter=is_adapter,
-        named=named,
-        base=name,
-        revision=revision,
-        has_config=has_config,
-        config=config,
-        whole_config=whole_config,
-    )
+    return _Source(folder, is_adapter, name, revision, described, config, whole_config)
 
 
 def _write(source: _Source, folder: Path) -> str:
@@ -178,8 +166,7 @@ def _write(source: _Source, folder: Path) -> str:
     if source.is_part:
         model.config.save_pretrained(folder)
     else:
-        described = (str(source.folder), None) if source.has_config else (source.base, source.revision)
-        values = read_config_file(*described)
+        values = read_config_file(*source.described)
         values["architectures"] = values.get("architectures") or [type(model).__name__]
         if source.config.tie_word_embeddings and not model.config.tie_word_embeddings:  # as the files have it
             values["tie_word_embeddings"] = False
@@ -187,8 +174,8 @@ def _write(source: _Source, folder: Path) -> str:
     has_tokenizer = _copy_beside(source, folder)
     written = [weight for path in weight_files(str(folder), None) for _, weight in stored_in(path)]
     kinds = " and ".join(sorted({weight.kind for weight in written}))
-    size, files = sum(weight.nbytes for weight in written) / 1e9, len({weight.file for weight in written})
-    said += f" {files} {'file' if files == 1 else 'files'} of weights ({kinds}, {size:.3g} GB)."
+    size, files = number(sum(weight.nbytes for weight in written)), len({weight.file for weight in written})
+    said += f" {files} {'file' if files == 1 else 'files'} of weights ({kinds}, {size}B)."
     return said if has_tokenizer else f"{said} There is no tokenizer: none was beside the weights."
 
 
@@ -197,18 +184,10 @@ def _planned(source: _Source) -> tuple[PreTrainedModel, dict[str, NewTensor] | N
 
     The weights are None where they cannot be read one by one.
     """
-    (trained, revision), said = source.trained, f"{source.folder} was copied."
-    text: Any = None
-    whole: Any = None
-    if source.is_part or source.whole_config is None:
-        text = load_model(trained, source.config, dtype="auto", revision=revision, has_values=False)
-    if source.whole_config is not None:
-        whole = _whole_on_meta(source, text)
-    model: Any = whole or text
-    files = weight_files(source.base, source.revision, download=True)
-    if any(file.suffix != ".safetensors" for file in files):
-        return model, None, said
-    stored = dict(chain.from_iterable(map(stored_in, files)))
+    text: Any = source.load(has_values=False) if source.is_part or source.whole_config is None else None
+    whole: Any = _whole_on_meta(source, text) if source.whole_config is not None else None
+    model, said = whole or text, f"{source.folder} was copied."
+    stored = stored_weights(model, source.base, source.revision) or {}
     names, held = locate(model, stored), model.state_dict(keep_vars=True)
     dtype = text.dtype if source.is_part else (source.whole_config or source.config).dtype
     as_stored = {key for name, key in names.items() if held[name].dtype != dtype}  # in fp32 whatever the dtype is
@@ -222,12 +201,15 @@ def _planned(source: _Source) -> tuple[PreTrainedModel, dict[str, NewTensor] | N
         names = {name: names[key] for name, key in in_whole.items() if key in names}
     if source.is_adapter:
         with_adapter, is_plain = adapted(text, source.folder)
-        changed = merged(with_adapter, names) if is_plain else None
-        said = f"The adapter {source.folder} was merged into {source.named}."
+        changed = merged(with_adapter, names)
+        changed = changed if is_plain else None
+        said = f"The adapter {source.folder} was merged into {source.base}."
     elif source.is_part:
-        said = f"The text part {source.folder} was put into {source.named}."
+        said = f"The text part {source.folder} was put into {source.base}."
         changed = _text_tensors(source, text, names)
-    return model, None if changed is None else tensors | changed, said
+    if rounded := {stored[key].kind for key, tensor in tensors.items() if tensor.kind != stored[key].kind}:
+        said += f" {' and '.join(sorted(rounded))} weights were converted to the dtype of config.json."
+    return model, tensors | changed if stored and changed is not None else None, said
 
 
 def _whole_on_meta(source: _Source, text: Any) -> PreTrainedModel:
@@ -250,10 +232,7 @@ def _text_tensors(source: _Source, text: Any, names: dict[str, str]) -> dict[str
     Args:
         names: those names by the text part's own.
     """
-    files = weight_files(str(source.folder), None)
-    if any(file.suffix != ".safetensors" for file in files):
-        return None
-    found = locate(text, dict(chain.from_iterable(map(stored_in, files))))
+    found = locate(text, stored_weights(text, str(source.folder), None) or {})
     held, tied = text.state_dict(keep_vars=True), tied_weights(text) if text.config.tie_word_embeddings else set()
     if any(name not in tied and not (name in names and name in found) for name in held):
         return None
@@ -262,8 +241,7 @@ def _text_tensors(source: _Source, text: Any, names: dict[str, str]) -> dict[str
 
 def _load_at_once(source: _Source) -> Any:
     """Return the new model with all of its weights."""
-    name, revision = source.trained
-    model: Any = load_model(name, source.config, dtype="auto", revision=revision)
+    model = source.load(has_values=True)
     if source.is_adapter:
         from peft import PeftModel
 
@@ -287,17 +265,12 @@ def _copy_beside(source: _Source, folder: Path) -> bool:
         if path is not None:
             shutil.copyfile(path, folder / name)
     root = source.folder
-    if not (files := _tokenizer_files(root)):
+    if not any(root.glob("tokenizer*")):
         if not Path(source.base).is_dir():
             load_tokenizer(source.base, revision=source.revision)  # which downloads its files
         root = Path(str(side_file(source.base, CONFIG_NAME, source.revision))).parent
-        files = _tokenizer_files(root)
-    for path in files:
-        target = folder / path.relative_to(root)
-        target.parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, target)
-    return bool(files)
-
-
-def _tokenizer_files(folder: Path) -> list[Path]:
-    return [path for pattern in _TOKENIZER for path in folder.glob(pattern) if path.is_file()]
+    for path in chain.from_iterable(map(root.glob, _TOKENIZER)):
+        if path.is_file():
+            (folder / path.relative_to(root)).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / path.relative_to(root))
+    return any(folder.glob("tokenizer*"))
