@@ -26,7 +26,7 @@ COMMANDS = {
     "dpo": Command("longctx.dpo", "train a model on pairs of chosen and rejected answers"),
     "plan": Command("longctx.plan", "predict what fits, how fast it trains, and how to launch it"),
     "verify": Command("longctx.verify.__main__", "compare one step at --sp N with one device"),
-    "whole": Command("longctx.whole", "put a trained text part back into its multimodal model"),
+    "export": Command("longctx.export", "turn a checkpoint or an adapter into one model folder, as for vLLM"),
     "bench": Command("longctx.benchmarks.max_length.__main__", "measure the longest sequence that each backend trains"),
     "completion": Command("longctx.completion", "print a completion script for bash, zsh or fish"),
 }

@@ -24,6 +24,7 @@ from benchmarks.differential.__main__ import _parser as differential_parser
 from benchmarks.gpu.__main__ import _parser as gpu_parser
 from benchmarks.max_length.__main__ import _parser as bench_parser
 from benchmarks.published import CONFIGS
+from longctx.export import _parser as export_parser
 from longctx.forecast.candidates import (
     DEVICE_BYTES,
     HOST_BYTES_PER_DEVICE,
@@ -34,7 +35,6 @@ from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.verify.machine import DISTRIBUTION
-from longctx.whole import _parser as whole_parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -84,7 +84,7 @@ BLOCKS = blocks()
 
 class Started(NamedTuple):
     command: str
-    """train, verify, plan, bench or whole."""
+    """train, verify, plan, bench or export."""
     flags: list[str]
     nodes: int = 1
     processes: int = 1
@@ -188,8 +188,8 @@ def check_flags(run: Started) -> None:
         plan_parser().parse_args(flags)
     elif run.command == "bench":
         bench_parser().parse_args(flags)
-    elif run.command == "whole":
-        whole_parser().parse_args(flags)
+    elif run.command == "export":
+        export_parser().parse_args(flags)
     else:
         if run.command == "verify":
             flags = [flag for flag in flags if flag != "--json"]

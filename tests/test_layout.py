@@ -40,7 +40,7 @@ STAGES: list[tuple[str, ...]] = [
     ("training",),  # the trainer and its checkpoints
     ("settings",),  # flags, profiles, environment -> one resolved run
     ("report",),  # what a run says of itself
-    ("run", "verify", "plan", "train", "dpo", "whole", "completion", "__main__"),  # the command line
+    ("run", "verify", "plan", "train", "dpo", "export", "completion", "__main__"),  # the command line
     ("benchmarks",),
 ]
 

@@ -38,7 +38,7 @@ def check_no_adapter(name: str, revision: str | None) -> None:
     if find_adapter_config_file(name, revision=revision) is not None:
         raise ValueError(
             f"--model_name_or_path {name} holds an adapter (adapter_config.json). Merge it into its model first "
-            "(peft's merge_and_unload, then save_pretrained), and name that folder."
+            f"(longctx export {name} --output_dir MERGED), and name that folder."
         )
 
 
@@ -50,7 +50,7 @@ def check_weight_files(name: str, config: PretrainedConfig, *, revision: str | N
     Raises:
         ValueError: with the file, or the two sizes.
     """
-    tensors = _tensors(weight_files(name, revision, download=True))
+    tensors = check_tensors(weight_files(name, revision, download=True))
     if not tensors:
         return
     parameters = {key: value.shape for key, value in without_weights(config).named_parameters()}
@@ -170,7 +170,7 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 _NAMES = {dtype: name for name, dtype in FLOATS.items()}
 
 
-def _tensors(files: Sequence[Path]) -> dict[str, Held]:
+def check_tensors(files: Sequence[Path]) -> dict[str, Held]:
     """Return what the files hold, by name.
 
     Raises:

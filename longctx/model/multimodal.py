@@ -126,7 +126,7 @@ def load_text_part(
     """
     whole_config = copy.deepcopy(whole_config)
     whole_config.tie_word_embeddings = config.tie_word_embeddings  # as the files have it, or a flag
-    whole = _load_whole(name, whole_config, dtype=dtype, revision=revision, needs_all=False, **generation)
+    whole = load_whole(name, whole_config, dtype=dtype, revision=revision, needs_all=False, **generation)
     states, generation_config = text_states(whole, config), whole.generation_config
     dtype = dtype if dtype != "auto" else str(whole.dtype).removeprefix("torch.")
     del whole
@@ -175,27 +175,27 @@ def _name_of(model: PreTrainedModel, module: torch.nn.Module) -> str:
     return next(name for name, found in model.named_modules() if found is module)
 
 
-def _load_whole(
+def load_whole(
     name: str,
     config: PretrainedConfig,
     *,
     dtype: str,
     revision: str | None,
     needs_all: bool = True,
-    **generation: Any,
+    **options: Any,
 ) -> PreTrainedModel:
     """Return the multimodal model, read by transformers.
 
     Args:
         needs_all: whether the parts of images have to be there as well.
-        generation: `generation_config`, if not that of the folder.
+        options: keywords of `from_pretrained`, such as `generation_config`, if not that of the folder.
 
     Raises:
         ValueError: if weights are missing, or the files have weights of the text part that the model does not have.
     """
     with unpartitioned():
         whole, found = AutoModelForImageTextToText.from_pretrained(
-            name, config=config, dtype=dtype, revision=revision, output_loading_info=True, **generation
+            name, config=config, dtype=dtype, revision=revision, output_loading_info=True, **options
         )
     text_prefixes = tuple(_name_of(whole, part) + "." for part in (decoder_of(whole), whole.get_output_embeddings()))
     if missing := sorted(key for key in found["missing_keys"] if needs_all or key.startswith(text_prefixes)):
@@ -221,8 +221,8 @@ def put_back(text: PreTrainedModel, name: str, whole_config: PretrainedConfig, *
     Raises:
         ValueError: if the two do not fit together, with the setting or the parameter.
     """
-    whole_config = _with_settings_of(text.config, whole_config)
-    whole = _load_whole(name, whole_config, dtype=str(text.dtype).removeprefix("torch."), revision=revision)
+    whole_config = with_settings_of(text.config, whole_config)
+    whole = load_whole(name, whole_config, dtype=str(text.dtype).removeprefix("torch."), revision=revision)
     head, embeddings = whole.get_output_embeddings(), whole.get_input_embeddings()
     if not whole_config.tie_word_embeddings and head.weight is embeddings.weight:
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
@@ -237,7 +237,7 @@ _OF_FILES = {"_name_or_path", "architectures", "dtype", "transformers_version"}
 """Keys of a configuration that say nothing about the layers."""
 
 
-def _with_settings_of(config: PretrainedConfig, whole_config: PretrainedConfig) -> PretrainedConfig:
+def with_settings_of(config: PretrainedConfig, whole_config: PretrainedConfig) -> PretrainedConfig:
     """Return the whole's configuration with what training has changed in the text part's, such as scaled positions."""
     whole_config = copy.deepcopy(whole_config)
     before, text = text_part(whole_config), whole_config.get_text_config()

@@ -22,13 +22,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from longctx.model.files import FLOATS, weight_files
 from longctx.ranks.agreement import on_all_ranks
 from longctx.upstream.accelerate_internals import shards_filled
 from longctx.upstream.transformers_internals import changes_weights, needs_whole_weights
 
-_BLOCK_BYTES = 1 << 22
+BLOCK_BYTES = 1 << 22
 """Bytes that are read at a time."""
 
 
@@ -39,8 +40,12 @@ class StoredWeight:
     file: Path
     start: int
     """Offset of the first value in the file, in bytes."""
+    nbytes: int
+    shape: tuple[int, ...]
+    kind: str
+    """The dtype in the file, as safetensors names it."""
     stored: torch.dtype
-    """The dtype in the file."""
+    """The same; uint8, and one value a byte, for what is no floating-point number."""
     dtype: torch.dtype
     """The dtype that values are rounded to, before accelerate makes trained parameters fp32."""
 
@@ -69,14 +74,17 @@ class StoredWeight:
                 block.copy_(values if block.dtype == self.dtype else values.to(self.dtype))
 
 
-def stored_weights(path: Path) -> Iterator[tuple[str, StoredWeight]]:
-    """Yield the floating-point tensors of a safetensors file, which has been checked before, by name."""
+def stored_in(path: Path) -> Iterator[tuple[str, StoredWeight]]:
+    """Yield the tensors of a safetensors file, which has been checked before, by name."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
     for name, held in header.items():
-        if (dtype := FLOATS.get(held.get("dtype"))) is not None:  # neither of another type, nor the metadata
-            yield name, StoredWeight(file=path, start=8 + length + held["data_offsets"][0], stored=dtype, dtype=dtype)
+        (start, end), kind = held["data_offsets"], held["dtype"]
+        dtype = FLOATS.get(kind, torch.uint8)
+        place = {"file": path, "start": 8 + length + start, "nbytes": end - start}
+        yield name, StoredWeight(**place, shape=tuple(held["shape"]), kind=kind, stored=dtype, dtype=dtype)
 
 
 @contextmanager
@@ -86,6 +94,25 @@ def _unreadable_named() -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(f"The model's weights can no longer be read: {error}") from error
+
+
+def stored_weights(model: PreTrainedModel, name: str, revision: str | None) -> dict[str, StoredWeight] | None:
+    """Return the tensors of a model's safetensors files by name; None if it has other files.
+
+    Raises:
+        ValueError: if they hold a weight both with and without the prefix of the model's type.
+    """
+    files = weight_files(name, revision, download=True)
+    if any(file.suffix != ".safetensors" for file in files):
+        return None
+    stored = dict(chain.from_iterable(map(stored_in, files)))
+    prefix = f"{model.base_model_prefix}."
+    if (twice := next((key for key in stored if prefix + key in stored), None)) is not None:
+        raise ValueError(
+            f"The weights of {name} hold both {twice} and {prefix}{twice}, and the model has room for one of them. "
+            "Remove the other from the files."
+        )
+    return stored
 
 
 @_unreadable_named()
@@ -99,16 +126,10 @@ def obstacle_to_rows(model: PreTrainedModel, name: str, revision: str | None) ->
     Raises:
         ValueError: if a file cannot be read, or holds a weight both with and without the prefix of the model's type.
     """
-    files = weight_files(name, revision, download=True)
-    if any(file.suffix != ".safetensors" for file in files):
+    weights = stored_weights(model, name, revision)
+    if weights is None:
         return "its weights are not in safetensors files"
-    stored = dict(chain.from_iterable(map(stored_weights, files)))
-    prefix = f"{model.base_model_prefix}."
-    if (twice := next((key for key in stored if prefix + key in stored), None)) is not None:
-        raise ValueError(
-            f"The weights of {name} hold both {twice} and {prefix}{twice}, and the model has room for one of them. "
-            "Remove the other from the files."
-        )
+    stored = {key: weight for key, weight in weights.items() if weight.kind in FLOATS}
     values: dict[str, Any] = model.state_dict(keep_vars=True)
     tied = {id(value) for key, value in values.items() if key in stored}
     if (
@@ -117,7 +138,7 @@ def obstacle_to_rows(model: PreTrainedModel, name: str, revision: str | None) ->
         or any(key not in stored and id(value) not in tied for key, value in values.items())
     ):
         return f"the weights of a {model.config.model_type} model are converted when they are loaded"
-    buffer = np.empty(_BLOCK_BYTES, dtype=np.uint8)
+    buffer = np.empty(BLOCK_BYTES, dtype=np.uint8)
     for key, value in values.items():
         if key not in stored or hasattr(value, "stored"):
             continue
@@ -130,6 +151,34 @@ def obstacle_to_rows(model: PreTrainedModel, name: str, revision: str | None) ->
         else:
             value.stored = found
     return None
+
+
+def locate(model: PreTrainedModel, stored: Mapping[str, StoredWeight]) -> dict[str, str]:
+    """Let parameters and saved buffers remember where they are stored, and return their names in the files.
+
+    Those whose values transformers converts when it loads them, such as experts in one matrix, are left out.
+
+    Args:
+        model: on the meta device.
+        stored: the tensors of its files.
+    """
+    held: dict[str, Any] = model.state_dict(keep_vars=True)
+    marks = {name: torch.empty_like(value, device="meta") for name, value in held.items()}
+    names = {id(mark): name for name, mark in marks.items()}
+    found = {}
+    for key, mark in revert_weight_conversion(model, marks).items():
+        name = names.get(id(mark))
+        if name is not None and key in stored and stored[key].shape == held[name].shape and stored[key].kind in FLOATS:
+            found[name] = key
+            held[name].stored = replace(stored[key], dtype=held[name].dtype)
+    return found
+
+
+def read_whole(value: Any) -> Tensor:
+    """Return the values of a parameter that remembers where they are stored, in its dtype."""
+    values = torch.empty(value.shape, dtype=value.stored.dtype)
+    value.stored.read(0, values, np.empty(BLOCK_BYTES, dtype=np.uint8))
+    return values
 
 
 @contextmanager
@@ -172,7 +221,7 @@ def _fill(shards: Mapping[str, tuple[Any, Tensor]], stored: Mapping[str, StoredW
 
     Rows of stored parameters are read. All others are copied from the whole parameter, which every rank has made alike.
     """
-    buffer = np.empty(_BLOCK_BYTES, dtype=np.uint8)
+    buffer = np.empty(BLOCK_BYTES, dtype=np.uint8)
     for name, (shard, whole) in shards.items():
         _, offsets = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
         local, start = shard.to_local(), offsets[0]

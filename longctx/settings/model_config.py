@@ -160,7 +160,7 @@ def _notes(values: Settings, config: PretrainedConfig, whole: PretrainedConfig |
         name = shlex.quote(values["model_name_or_path"])
         notes.append(
             f"this is a {whole.model_type} model: its text part ({config.model_type}) is trained, on text alone, and "
-            f"saved. To put it back into the whole: longctx whole DIR --model_name_or_path {name} --output_dir WHOLE"
+            f"saved. To put it back into the whole: longctx export DIR --model_name_or_path {name} --output_dir WHOLE"
         )
     if (scaling := values["rope_scaling"]) is not None:
         notes.append(

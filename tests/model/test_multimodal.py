@@ -200,7 +200,7 @@ def test_two_ranks_equal_the_whole(kinds, tmp_path):
 
 
 def put_back(trained, whole, folder):
-    return main(["whole", str(trained), "--model_name_or_path", str(whole), "--output_dir", str(folder)])
+    return main(["export", str(trained), "--model_name_or_path", str(whole), "--output_dir", str(folder)])
 
 
 def logits_of(model):
@@ -327,7 +327,7 @@ def test_the_text_part_is_what_the_flags_change(tmp_path):
     flags = ["--model_name_or_path", str(tmp_path), "--dataset_name", "stdlib", "--use_cpu", "True"]
     [note] = [note for note in resolve(parse_flags(flags), read_profile({}), {}).notes if "text part" in note]
     assert note.startswith("this is a qwen3_5 model: its text part (qwen3_5_text) is trained, on text alone, and saved")
-    assert f"longctx whole DIR --model_name_or_path {tmp_path} --output_dir WHOLE" in note
+    assert f"longctx export DIR --model_name_or_path {tmp_path} --output_dir WHOLE" in note
     assert load_config(str(tmp_path), rms_norm_eps=1e-3).rms_norm_eps == 1e-3
     with pytest.raises(ValueError, match=r"sets hidden, which a qwen3_5_text configuration does not have"):
         load_config(str(tmp_path), hidden=3)

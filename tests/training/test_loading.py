@@ -200,7 +200,8 @@ def test_a_rank_takes_little_more_host_memory_than_its_shard(num_ranks, tmp_path
 def test_a_file_that_has_become_shorter_since_it_was_checked_is_refused(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(bytes(16))
-    weight = StoredWeight(file=file, start=0, stored=torch.float32, dtype=torch.float32)
+    place = {"file": file, "start": 0, "nbytes": 16, "shape": (4,)}
+    weight = StoredWeight(**place, kind="F32", stored=torch.float32, dtype=torch.float32)
     weight.read(1, torch.empty(3), np.empty(64, dtype=np.uint8))
     with pytest.raises(OSError, match="has become shorter"):
         weight.read(1, torch.empty(4), np.empty(64, dtype=np.uint8))

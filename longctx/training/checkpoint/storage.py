@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from longctx.model.rows import StoredWeight, stored_weights
+from longctx.model.rows import StoredWeight, stored_in
 from longctx.training.checkpoint.files import CheckpointError, damage_named
 from longctx.training.checkpoint.shards import WEIGHT, ParameterShard
 from longctx.training.checkpoint.states import check_values
@@ -201,7 +201,7 @@ class StateReader:
             if tuple(shape) != piece.shape:
                 raise ValueError(f"{piece.name} has the shape {shape}, expected {list(piece.shape)}")
             if path not in self._stored:
-                self._stored[path] = dict(stored_weights(path))
+                self._stored[path] = dict(stored_in(path))
             buffer = np.empty(_BLOCK_BYTES, dtype=np.uint8)
             self._stored[path][piece.name].read(piece.start, target, buffer)
             check_values(WEIGHT, target, name=piece.name, path=path)
