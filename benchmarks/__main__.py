@@ -23,6 +23,7 @@ MINUTES = {
     "packing": "5",
     "plan": "5",
     "planned": "15",
+    "scale": "30",
     "scaling": "10",
     "small_gpus": "1",
     "soak": "60",

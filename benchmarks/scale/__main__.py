@@ -1,0 +1,341 @@
+"""Run it: `python -m benchmarks.scale`. The package's docstring says what it measures."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import DeepseekV3Config
+
+from ..packing import device, line
+from ..published import CONFIGS
+from . import __doc__ as about
+from . import formulas
+from .formulas import NODE, Bandwidth, Model, Ranges
+from .runs import Phase, Run, flags, measured, model_config, write_model
+
+SMALL = {"hidden": 192, "layers": 4, "vocabulary": 2_000}
+"""The model of more than 8 ranks."""
+SMALL_FILE = 10**6
+"""Most bytes of its files."""
+COUNTS, MEMORY = 0.02, 0.15
+"""Relative differences above which a row is marked."""
+NOISE = 8 << 20
+"""Bytes by which memory may differ besides: what threads and sockets take does not come from the model."""
+PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
+RESUMED_BY = {8: (2,), 48: (12,)}
+"""Ranks that wrote a checkpoint -> others that resume from it, too."""
+COMPUTED_RANKS = (8, 64, 256, 1024)
+STORED_FILE = 5 * 10**9
+"""Bytes of a file of the weights to start from."""
+
+
+class Row(NamedTuple):
+    """A figure of a real run, and what a formula gives."""
+
+    run: str
+    what: str
+    measured: float
+    computed: float
+    unit: str
+    tolerance: float | None
+    """None for what is not held against the formula."""
+
+    @property
+    def differs(self) -> bool:
+        slack = NOISE if self.unit == "MiB" else 0
+        difference = abs(self.measured - self.computed) - slack
+        return self.tolerance is not None and difference > self.tolerance * self.measured
+
+    def cells(self) -> list[str]:
+        if self.tolerance is None:
+            return [self.run, self.what, _number(self.measured, self.unit), "", "", ""]
+        mark = "**!**" if self.differs else ""
+        if self.unit == "s" and self.differs:
+            mark = "slower" if self.measured > self.computed else "faster"
+        values = [_number(value, self.unit) for value in (self.measured, self.computed)]
+        return [self.run, self.what, *values, f"{self.measured / self.computed:.3f}", mark]
+
+
+HEAD = ["run", "figure", "measured", "computed", "ratio", ""]
+
+
+def _number(value: float, unit: str) -> str:
+    if unit == "MiB":
+        return f"{value / 2**20:,.2f} MiB" if value < 2**25 else f"{value / 2**20:,.0f} MiB"
+    return f"{value:,.1f} s" if unit == "s" else f"{value:,.0f}{unit and f' {unit}'}"
+
+
+def first_rows(name: str, model: Model, ranks: Sequence[dict[str, Phase]], folder: Path, speed: float) -> Iterator[Row]:
+    """Hold what the ranks of a first start have measured against the formulas.
+
+    Args:
+        folder: the checkpoint.
+        speed: bytes per second of the disk.
+    """
+    num_ranks = len(ranks)
+    layout = [formulas.ranges_of(model, rank, num_ranks) for rank in range(num_ranks)]
+    loading, saving = [rank["loading"] for rank in ranks], [rank["saving"] for rank in ranks]
+    every = range(num_ranks)
+    yield Row(
+        name,
+        "load: weights read",
+        max(phase.asked for phase in loading),
+        formulas.read_in_loading(model, 0, num_ranks),
+        "bytes",
+        COUNTS,
+    )
+    opened = max(_opened(phase, ".safetensors") for phase in loading)
+    yield Row(
+        name,
+        "load: files of weights opened",
+        opened,
+        formulas.opened_in_loading(model, 0, num_ranks, num_files=1),
+        "times",
+        COUNTS,
+    )
+    host = formulas.host_in_loading(model, 0, num_ranks)
+    yield Row(name, "load: host memory", max(phase.rise for phase in loading), host, "MiB", MEMORY)
+    files = [(formulas.weights_written(model, r, num_ranks), formulas.states_written(model, layout[r])) for r in every]
+    written = [[*weights, *states] for weights, states in files]
+    found = [sum(phase.written.values()) for phase in saving]
+    yield Row(name, "save: written, most of a rank", max(found), max(map(sum, written)), "bytes", COUNTS)
+    yield Row(name, "save: written by all", sum(found), sum(map(sum, written)), "bytes", COUNTS)
+    count = sum(len(phase.written) for phase in saving)
+    yield Row(name, "save: files of weights and states", count, sum(map(len, written)), "", COUNTS)
+    gathered = max(phase.gathered for phase in saving)
+    yield Row(name, "save: gathered through each rank", gathered, 4 * model.numel, "bytes", COUNTS)
+    begun = [
+        (moment, change)
+        for phase in saving
+        for times in phase.writing
+        for moment, change in zip(times, (1, -1), strict=True)
+    ]
+    at_once = max(accumulate(change for _, change in sorted(begun)))
+    yield Row(name, "save: files of weights being written at once", at_once, 1, "", COUNTS)
+    hosts = [formulas.host_in_saving(*of_rank) for of_rank in files]
+    yield Row(name, "save: host memory", max(phase.rise for phase in saving), max(hosts), "MiB", MEMORY)
+    for which, at in (("rank 0", [0]), ("another", every[1:])):
+        calls = max(sum(saving[rank].calls[key] for key in ("set", "add", "delete_key")) for rank in at)
+        computed = max(formulas.calls_in_saving(rank, num_ranks) for rank in at)
+        yield Row(name, f"save: calls that write to the store, {which}", calls, computed, "", COUNTS)
+    waiting = max(sum(phase.calls[key] for key in ("get", "check")) for phase in saving)
+    yield Row(name, "save: other calls, which depend on time", waiting, 0, "", None)
+    reports = sum(formulas.report_of(model, rank, layout[rank], num_ranks) for rank in every)
+    yield Row(name, "save: reports that rank 0 receives", saving[0].received, reports, "bytes", COUNTS)
+    index, manifest = ((folder / file).stat().st_size for file in ("index.json", "longctx.json"))
+    yield Row(name, "index.json", index, formulas.index_bytes(model, layout), "bytes", COUNTS)
+    yield Row(name, "longctx.json", manifest, formulas.manifest_bytes(model, layout), "bytes", MEMORY)
+    yield Row(name, "start, to the end of step 1", max(rank["start"].seconds for rank in ranks), 0, "s", None)
+    yield Row(name, "load", max(phase.seconds for phase in loading), 2 * model.numel / speed, "s", MEMORY)
+    yield Row(name, "save", max(phase.seconds for phase in saving), sum(map(sum, written)) / speed, "s", MEMORY)
+
+
+def resumed_rows(
+    name: str, model: Model, ranks: Sequence[dict[str, Phase]], layout: Sequence[Ranges], speed: float
+) -> Iterator[Row]:
+    """Hold what the ranks of a start that resumes have measured against the formulas.
+
+    Args:
+        layout: the ranges of the ranks that wrote the checkpoint.
+    """
+    num_ranks = len(ranks)
+    resuming, checking = [rank["resuming"] for rank in ranks], [rank["checking"] for rank in ranks]
+    read = formulas.read_in_resuming(model, 0, num_ranks)
+    yield Row(name, "resume: states and weights read", max(phase.asked for phase in resuming), read, "bytes", COUNTS)
+    computed = [formulas.files_in_resuming(model, rank, num_ranks, len(layout)) for rank in range(num_ranks)]
+    for number, prefix in enumerate(("states-", "model")):
+        found = max(
+            sum(Path(path).name.startswith(prefix) and path.endswith(".safetensors") for path in phase.opened)
+            for phase in resuming
+        )
+        what = f"resume: files of {('states', 'weights')[number]} that a rank opens"
+        yield Row(name, what, found, max(files[number] for files in computed), "", COUNTS)
+    host = formulas.host_in_resuming(model, num_ranks)
+    yield Row(name, "resume: host memory", max(phase.rise for phase in resuming), host, "MiB", MEMORY)
+    written = formulas.read_in_checking(model, layout, 12 * model.numel)
+    yield Row(
+        name, "resume: read to check files, by all", sum(phase.read for phase in checking), written, "bytes", MEMORY
+    )
+    for what, phases in (("check", checking), ("read", resuming)):
+        slowest = max(phase.seconds for phase in phases)
+        yield Row(name, f"resume: {what}", slowest, 12 * model.numel / speed, "s", MEMORY)
+    yield Row(name, "start that resumes, to its first step", max(rank["start"].seconds for rank in ranks), 0, "s", None)
+
+
+def _opened(phase: Phase, suffix: str) -> int:
+    return sum(count for path, count in phase.opened.items() if path.endswith(suffix))
+
+
+def real_rows(ranks: Sequence[int], sizes: Mapping[str, int], folder: Path, speed: float) -> Iterator[Row]:
+    """Run each group size, and yield its rows as soon as they are known.
+
+    Args:
+        sizes: of the model of at most 8 ranks.
+    """
+    models: dict[str, Model] = {}
+    for num_ranks in ranks:
+        is_small = num_ranks > NODE
+        own, length = folder / ("small" if is_small else "large"), 8 * num_ranks if is_small else 64
+        if own.name not in models:
+            config = model_config(**(SMALL if is_small else sizes))
+            write_model(own / "model", config)
+            model = Model.of(own.name, config)
+            models[own.name] = replace(model, weights_file=SMALL_FILE, states_file=SMALL_FILE) if is_small else model
+        model, output = models[own.name], own / "output"
+        folders = [own / "model", output]
+        name = f"{num_ranks} ranks, {model.numel / 1e6:.0f}M"
+        run = Run(output, flags(own, num_ranks, length=length, steps=1), folders, SMALL_FILE if is_small else None)
+        yield from first_rows(name, model, measured(num_ranks, run), output / "checkpoint-1", speed)
+        layout = [formulas.ranges_of(model, rank, num_ranks) for rank in range(num_ranks)]
+        for others in (num_ranks, *RESUMED_BY.get(num_ranks, ())):
+            given = flags(own, others, length=length, steps=2, resume=output / "checkpoint-1")
+            found = measured(others, run._replace(output=own / "again", flags=given))
+            shutil.rmtree(own / "again")
+            which = name if others == num_ranks else f"{name}, resumed by {others}"
+            yield from resumed_rows(which, model, found, layout, speed)
+        shutil.rmtree(output)
+
+
+def disk_speed(folder: Path, size: int = 1 << 28) -> float:
+    """Return the bytes per second at which a file is written, flushed and read again."""
+    began, path = time.monotonic(), folder / "speed"
+    with path.open("wb") as file:
+        file.write(os.urandom(1 << 20) * (size >> 20))
+        file.flush()
+        os.fsync(file.fileno())
+    path.read_bytes()
+    path.unlink()
+    return size / (time.monotonic() - began)
+
+
+COMPUTED = {
+    "A start": (
+        *("read by rank 0", "times that a rank opens files of weights", "host memory of rank 0, on GPUs"),
+        *("offloaded", "seconds"),
+    ),
+    "A save, files and memory": (
+        *("written by rank 0", "by all", "gathered through each rank", "host memory, most of a rank"),
+        *("with `--save_async`", "seconds"),
+    ),
+    "A save, messages": ("calls of rank 0", "of another", "reports to rank 0", "index.json", "longctx.json"),
+    "A start that resumes": (
+        *("read by rank 0", "files of states", "of weights", "of states, written by twice as many ranks"),
+        *("host memory, offloaded", "seconds"),
+    ),
+}
+"""Tables of computed rows, and what they have besides model and ranks."""
+
+
+def computed_rows(model: Model, num_ranks: int, speed: Bandwidth) -> list[list[str]]:
+    """Return the values of a row in each table of COMPUTED."""
+    layout = [formulas.ranges_of(model, rank, num_ranks) for rank in range(num_ranks)]
+    written, of_states, hosts, copies, reports = [], [], [], [], 0
+    for rank, ranges in enumerate(layout):
+        weights, states = formulas.weights_written(model, rank, num_ranks), formulas.states_written(model, ranges)
+        written.append(sum(weights) + sum(states))
+        of_states.append(sum(states))
+        hosts.append(formulas.host_in_saving(weights, states))
+        copies.append(formulas.host_in_saving(weights, states, is_async=True))
+        reports += formulas.report_of(model, rank, ranges, num_ranks)
+    num_files = -(-2 * model.numel // STORED_FILE)
+    start, save, resume = formulas.seconds(model, num_ranks, of_states, speed)
+    states_files, weights_files = formulas.files_in_resuming(model, 0, num_ranks, num_ranks)
+    return [
+        [
+            _size(formulas.read_in_loading(model, 0, num_ranks)),
+            "" if model.is_converted else f"{formulas.opened_in_loading(model, 0, num_ranks, num_files=num_files):,}",
+            _size(formulas.host_in_loading(model, 0, num_ranks, on_host=False)),
+            _size(formulas.host_in_loading(model, 0, num_ranks)),
+            f"{start:,.0f}",
+        ],
+        [*map(_size, (max(written), sum(written), 4 * model.numel, max(hosts), max(copies))), f"{save:,.0f}"],
+        [
+            *(f"{formulas.calls_in_saving(rank, num_ranks):,}" for rank in (0, 1)),
+            *map(_size, (reports, formulas.index_bytes(model, layout), formulas.manifest_bytes(model, layout))),
+        ],
+        [
+            _size(formulas.read_in_resuming(model, 0, num_ranks)),
+            f"{states_files:,}",
+            f"{weights_files:,}",
+            f"{formulas.files_in_resuming(model, 0, num_ranks, 2 * num_ranks)[0]:,}",
+            _size(formulas.host_in_resuming(model, num_ranks)),
+            f"{resume:,.0f}",
+        ],
+    ]
+
+
+def _size(size: float) -> str:
+    power = 0
+    while size >= 1000 and power < 4:
+        size, power = size / 1000, power + 1
+    return f"{size:,.3g} {('B', 'KB', 'MB', 'GB', 'TB')[power]}"
+
+
+def large_models() -> list[Model]:
+    """Return the models of the computed rows; the sizes of DeepSeek-V3's config.json are transformers' defaults."""
+    configs: dict[str, Any] = {name: CONFIGS[f"meta-llama/{name}"] for name in ("Llama-3.1-8B", "Llama-3.1-70B")}
+    return [Model.of(name, config) for name, config in (configs | {"DeepSeek-V3": DeepseekV3Config()}).items()]
+
+
+def report(options: argparse.Namespace, folder: Path) -> Iterator[str]:
+    """Yield the page's tables, a row of a real run as soon as it is known."""
+    if options.ranks:
+        speed = disk_speed(folder)
+        yield from ("## Real runs", "", f"The disk wrote, flushed and read again {speed / 1e9:.2f} GB/s.", "")
+        yield from (line(HEAD), line(["---"] * len(HEAD)))
+        sizes = {"hidden": options.hidden, "layers": options.layers, "vocabulary": options.vocabulary}
+        for row in real_rows(options.ranks, sizes, folder, speed):
+            yield line(row.cells())
+        yield ""
+    speeds = Bandwidth(options.node_gbs * 1e9, options.storage_gbs * 1e9)
+    models = large_models()
+    rows = [(model, ranks, computed_rows(model, ranks, speeds)) for model in models for ranks in COMPUTED_RANKS]
+    yield from ("## Computed rows", "")
+    yield f"Seconds are those of files, at {options.node_gbs:g} GB/s a node and {options.storage_gbs:g} GB/s in all."
+    for number, (title, names) in enumerate(COMPUTED.items()):
+        yield from ("", f"### {title}", "", line(["model", "ranks", *names]), line(["---"] * (2 + len(names))))
+        yield from (line([model.name, f"{ranks:,}", *values[number]]) for model, ranks, values in rows)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the page; exit code 1 if a figure differs from its formula."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=(about or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8, 48], help="Of real runs. Default: 2 4 8 48.")
+    parser.add_argument("--hidden", type=int, default=1024, help="Of the model of up to 8 ranks. Default: 1024.")
+    parser.add_argument("--layers", type=int, default=22, help="Of this model. Default: 22, so 291M parameters.")
+    parser.add_argument("--vocabulary", type=int, default=32_000, help="Of this model. Default: 32000.")
+    parser.add_argument("--node_gbs", type=float, default=2.0, help="GB/s of files that a node reads. Default: 2.")
+    parser.add_argument("--storage_gbs", type=float, default=100.0, help="GB/s of all nodes together. Default: 100.")
+    parser.add_argument("--output", type=Path, help="Also write the page here.")
+    options = parser.parse_args(arguments)
+    given = shlex.join(sys.argv[1:] if arguments is None else arguments).partition("--output ")[0].strip()
+    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    head = ["# Files, memory and messages at scale", "", f"`{f'python -m benchmarks.scale {given}'.strip()}`  "]
+    head += [f"{datetime.now(UTC):%Y-%m-%d}, {device()}, gloo; Python {platform.python_version()}, {versions}", ""]
+    head += [*(about or "").split("\n\n", 2)[2].split("\n")]
+    lines = []
+    with tempfile.TemporaryDirectory() as folder:
+        for text in chain(head, report(options, Path(folder))):
+            print(text, flush=True)
+            lines.append(text)
+    if options.output:
+        options.output.write_text("\n".join(lines) + "\n")
+    return int(any("**!**" in text for text in lines if text.startswith("|")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
