@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from longctx.model.rows import StoredWeight, stored_in
+from longctx.model.rows import BLOCK_BYTES, StoredWeight, stored_in
 from longctx.training.checkpoint.files import CheckpointError, damage_named
 from longctx.training.checkpoint.shards import WEIGHT, ParameterShard
 from longctx.training.checkpoint.states import check_values
@@ -33,7 +33,6 @@ FILE_BYTES = 2 << 30
 
 _DTYPES = ("F32", "BF16", "F16", "F64")
 _FILE = re.compile(r"states-\d{5}-\d{3}\.safetensors")
-_BLOCK_BYTES = 1 << 22
 
 Ranges = Mapping[str, Mapping[str, Sequence[int]]]
 """File -> name of a parameter -> first element of its range, and the end."""
@@ -197,13 +196,16 @@ class StateReader:
         """Read a range of a weight from the model's files: not mapped ones, in which the system would read ahead."""
         path = self._model_file(piece.name)
         with damage_named(path):
-            shape = self._file(path).get_slice(piece.name).get_shape()
-            if tuple(shape) != piece.shape:
-                raise ValueError(f"{piece.name} has the shape {shape}, expected {list(piece.shape)}")
             if path not in self._stored:
+                self._file(path)  # which checks the header
                 self._stored[path] = dict(stored_in(path))
-            buffer = np.empty(_BLOCK_BYTES, dtype=np.uint8)
-            self._stored[path][piece.name].read(piece.start, target, buffer)
+            found = self._stored[path][piece.name]
+            if found.shape != piece.shape or found.kind not in _DTYPES:
+                raise ValueError(
+                    f"{piece.name} is of type {found.kind} and shape {list(found.shape)}, expected {list(piece.shape)} "
+                    f"of {', '.join(_DTYPES)}"
+                )
+            found.read(piece.start, target, np.empty(BLOCK_BYTES, dtype=np.uint8))
             check_values(WEIGHT, target, name=piece.name, path=path)
 
     def _model_file(self, name: str) -> Path:
