@@ -43,7 +43,7 @@ class HangWatch:
 
     def __init__(self) -> None:
         self._patience = self._due = inf
-        self._is_written = False
+        self._seen = self._written = ""
         self._lock, self._stopped = threading.Lock(), threading.Event()
 
     def start(self, peers: Peers, folder: Path, timeout: float) -> None:
@@ -67,8 +67,8 @@ class HangWatch:
         """Say that this rank goes on: it begins a part of the run, or waits where that may take long."""
         with self._lock:
             self._due = time.monotonic() + self._patience
-            if self._is_written:
-                self._is_written = False
+            if self._written:
+                self._seen = self._written = ""
                 with suppress(OSError):
                     self._path.unlink()
                     self._path.parent.rmdir()  # when the last rank goes on
@@ -83,7 +83,7 @@ class HangWatch:
         shown = -inf
         while not stopped.wait(min(max(self._due - time.monotonic(), 0.1), look_seconds)):
             if self._peers.has_ended(self._peers.before):
-                self._peers.cut_connections()  # gloo does not notice that a machine is gone
+                self._peers.cut_connections(self._peers.before)  # gloo does not notice that a machine is gone
                 if not stopped.wait(LEAVE_SECONDS):
                     os._exit(FAILED)
                 return
@@ -100,16 +100,19 @@ class HangWatch:
                 print(f"longctx: {head}; {first}", *lines, sep="\n", file=sys.stderr, flush=True)
 
     def _write(self) -> None:
+        """Write the stacks, at first and whenever the main thread has been at another place for two looks."""
         main = threading.main_thread().ident
         assert main is not None, "it runs"
+        before, self._seen = self._seen, "".join(traceback.format_stack(sys._current_frames()[main]))
+        if self._seen == self._written or (self._written and self._seen != before):
+            return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self._path.with_suffix(".partial")
         with unfinished.open("w", encoding="utf-8") as file:
-            file.writelines(traceback.format_stack(sys._current_frames()[main]))
-            print(f"\n{self._peers.names([self._peers.rank])}, innermost frames first:", file=file, flush=True)
+            print(self._seen, self._peers.names([self._peers.rank]), sep="\n", file=file, flush=True)
             faulthandler.dump_traceback(file)
         unfinished.replace(self._path)
-        self._is_written = True
+        self._written = self._seen
 
 
 WATCH = HangWatch()

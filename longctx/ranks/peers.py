@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
@@ -22,10 +23,13 @@ import torch.distributed as dist
 FAILED = 1
 LEAVE_SECONDS = 10.0
 """Time for ranks to learn why the run has failed, and to leave."""
-_SILENCE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}
-"""Seconds without data before the kernel asks, seconds between its questions, and questions without an answer."""
-_SILENT_SECONDS = 15
-_SYN_RETRIES = 2  # a connection that nobody answers fails after 7 s
+_LINK_OPTIONS = {
+    "TCP_KEEPIDLE": 5,  # seconds without data before the kernel asks
+    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPCNT": 2,  # questions without an answer
+    "TCP_USER_TIMEOUT": 15_000,  # milliseconds without an answer to what is sent
+    "TCP_SYNCNT": 2,  # so a connection that nobody answers fails after 7 s
+}
 _NAMED = 4
 """Ranks that a message names with their processes."""
 
@@ -54,9 +58,10 @@ class Peers:
         self._until = 0.0
         """When `wait_for_failure` gives up, in seconds of time.monotonic."""
         for connection, _, remote in _connections():
-            if remote == os.environ.get("MASTER_PORT"):  # of the store
+            if remote[1] == int(os.environ.get("MASTER_PORT", "0")):  # of the store
                 _keep_alive(connection)
-        me: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "address": self.listener.getsockname()}
+        me: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "machine": _machine()}
+        me["address"] = self.listener.getsockname()
         self._who: dict[int, dict[str, Any]] = {self.rank: me}
         self.store.set(f"who/{self.rank}", json.dumps(me))
 
@@ -76,11 +81,11 @@ class Peers:
     def has_ended(self, rank: int) -> bool:
         """Return whether a rank's process has ended; a machine that does not answer has, after 7 to 15 s."""
         if rank not in self._links:
-            if (who := self.who(rank)) is None:
+            who = self.who(rank)
+            if who is None or (who["address"][0].startswith("127.") and who["machine"] != _machine()):
                 return False
             self._links[rank] = link = socket.socket()
             link.setblocking(False)
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, _SYN_RETRIES)
             _keep_alive(link)
             link.connect_ex(tuple(who["address"]))
         try:
@@ -121,10 +126,10 @@ class Peers:
             time.sleep(0.2)
         return failure
 
-    def cut_connections(self) -> None:
-        """Close all connections but those of the store, so that calls that wait for other ranks raise an error."""
-        for connection, *ports in _connections():
-            if os.environ.get("MASTER_PORT") not in ports:
+    def cut_connections(self, rank: int) -> None:
+        """Close connections to the machine of a rank, so that calls that wait for its ranks raise an error."""
+        for connection, _, remote in _connections():
+            if remote[0] == self._who[rank]["address"][0] and not remote[0].startswith("127."):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def leave(self) -> None:
@@ -132,13 +137,17 @@ class Peers:
 
         They look once this rank's connections are closed. It waits until none has said so for 2 s.
         """
+        port = int(os.environ.get("MASTER_PORT", "0"))
         with suppress(RuntimeError):
             before, left = 0, self.store.add("left", 1)
-            if any(here == os.environ.get("MASTER_PORT") for _, here, _ in _connections()):
-                self.cut_connections()
-                while before < left < self.world_size:
-                    time.sleep(2.0)
-                    before, left = left, self.store.add("left", 0)
+            if not any(here[1] == port for _, here, _ in _connections()):
+                return
+            for connection, here, remote in _connections():
+                if port not in (here[1], remote[1]):
+                    connection.shutdown(socket.SHUT_RDWR)
+            while before < left < self.world_size:
+                time.sleep(2.0)
+                before, left = left, self.store.add("left", 0)
 
 
 _current: Peers | None = None
@@ -154,27 +163,33 @@ def current_peers() -> Peers | None:
     return _current
 
 
-def _connections() -> Iterator[tuple[socket.socket, str, str]]:
-    """Yield this process's TCP connections with their ports here and there. Linux alone lists them."""
+def _connections() -> Iterator[tuple[socket.socket, Any, Any]]:
+    """Yield this process's TCP connections with their addresses here and there. Linux alone lists them."""
     for name in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd") else ():
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                yield connection, str(connection.getsockname()[1]), str(connection.getpeername()[1])
+                yield connection, connection.getsockname(), connection.getpeername()
 
 
 def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _SILENCE.items():
-        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENT_SECONDS)
+    for option, value in _LINK_OPTIONS.items():
+        if hasattr(socket, option):  # as on Linux
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _listen() -> socket.socket:
-    """Listen at gloo's interface: that of GLOO_SOCKET_IFNAME, or of this machine's name; the loopback's without one."""
+    """Listen at gloo's interface: that of GLOO_SOCKET_IFNAME, or of this machine's name."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     entries = psutil.net_if_addrs().get(interface, [])
-    named = [entry.address for entry in entries if entry.family == socket.AF_INET]
-    for address in (*named, socket.gethostname()):
-        with suppress(OSError):  # as for a name that has no address
-            return socket.create_server((address, 0), backlog=1024)
-    return socket.create_server(("127.0.0.1", 0), backlog=1024)
+    address = next((entry.address for entry in entries if entry.family == socket.AF_INET), socket.gethostname())
+    try:
+        return socket.create_server((address, 0), backlog=1024)
+    except OSError:  # a name without an address
+        return socket.create_server(("127.0.0.1", 0), backlog=1024)
+
+
+def _machine() -> str:
+    """Return what no other machine has: its last boot."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else socket.gethostname()

@@ -242,7 +242,7 @@ def many_places(folder):
 
 def test_a_hang_at_many_places_takes_few_lines(tmp_path):
     first, *lines = run_ranks(2, f"{__name__}:many_places", str(tmp_path))[0]
-    assert re.fullmatch(r"in no collective: rank 0 \(.*\), rank 1 \(.*\), rank 2, rank 3, 36 more", first)
+    assert re.fullmatch(r"in no collective: rank 0 \(.*\), rank 1.*, rank 2, rank 3, 36 more", first)
     assert lines[0] == "  ranks 0, 20 in no collective: /code/part.py:0 in part"
     assert lines[10] == "  and 10 more places"
     assert len(lines) == 12
