@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Never
 
-from longctx.launch.terminal import INTERRUPTED, end_refused
+from longctx.launch.terminal import INTERRUPTED, end_refused, quieten
+from longctx.upstream.deepspeed_internals import stay_on_cpu
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -16,19 +17,26 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
     before = signal.signal(signal.SIGTERM, _end)
     try:
+        import torch
         from transformers.utils import logging
 
+        if not torch.cuda.is_available():
+            stay_on_cpu()
         from longctx.run.exported import export
 
+        quieten()
         logging.disable_progress_bar()
         logging.set_verbosity_error()
         print(export(options.folder, options.output_dir, options.model_name_or_path, options.model_revision))
     except KeyboardInterrupt:
         print("\nlongctx: interrupted. Nothing is exported.", file=sys.stderr)
         return INTERRUPTED
-    except (ValueError, OSError, RuntimeError) as error:
-        folder = str(options.folder)
-        return end_refused(ValueError(str(error).replace(f"--model_name_or_path {folder}", folder)))
+    except (ImportError, ValueError, OSError, RuntimeError) as error:  # also where peft is not installed
+        folder, message = str(options.folder), str(error)
+        if isinstance(error, OSError) and error.errno and error.filename is None:  # while it is written
+            message = f"{options.output_dir} cannot be written: {error.strerror}. Make room, or name another folder."
+        message = message.replace(f"--model_name_or_path {folder}", folder)
+        return end_refused(ValueError(message if len(message) <= 2000 else f"{message[:2000]}…"))
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0

@@ -188,8 +188,8 @@ CONFIGS = {
     "ranks as text": ({"rank_pattern": {"q_proj": "4"}}, "sets rank_pattern to {'q_proj': '4'}; expected"),
     "no rank": ({"r": 0}, "does not fit a llama model: `r` should be a positive integer"),
     "other rank": ({"r": 5}, "does not fit a llama model: Error(s) in loading state_dict"),
-    "other layers": ({"target_modules": ["q_proj"]}, "there is no place for its tensor base_model.model.model."),
-    "more layers": ({"target_modules": ["q_proj", "down_proj", "k_proj"]}, "it has no tensor base_model.model.model."),
+    "other layers": ({"target_modules": ["q_proj"]}, "down_proj.lora_A.weight has no place in it"),
+    "more layers": ({"target_modules": ["q_proj", "down_proj", "k_proj"]}, "k_proj.lora_A.weight is missing"),
     "no such layers": ({"target_modules": ["query"]}, "does not fit a llama model: Target modules"),
     "module not saved": ({"modules_to_save": ["norm"]}, "layernorm.weight' (KeyError)"),
     "no base": ({"base_model_name_or_path": None}, "names no base model. Name it with --model_name_or_path"),
@@ -197,8 +197,8 @@ CONFIGS = {
 }
 WEIGHTS = {
     "NaN": (lambda held: held[A].fill_(float("nan")), "down_proj.weight holds NaN or infinity"),
-    "missing": (lambda held: held.pop(A), f"it has no tensor {A}"),
-    "one more": (lambda held: held.update({f"{A}2": held[A].clone()}), f"there is no place for its tensor {A}2"),
+    "missing": (lambda held: held.pop(A), f"the tensor {A} is missing"),
+    "one more": (lambda held: held.update({f"{A}2": held[A].clone()}), f"the tensor {A}2 has no place in it"),
     "other shape": (lambda held: held.update({A: held[A][:2].clone()}), "size mismatch"),
     "whole numbers": (lambda held: held.update({A: held[A].int()}), f"{A} is of type I32; expected"),
 }
@@ -233,6 +233,16 @@ def test_weights_of_an_adapter_that_do_not_belong_are_refused(kind, attacked, tm
     change, message = WEIGHTS[kind]
     change_weights(attacked, change)
     assert message in refused(capsys, attacked, tmp_path / "out")
+
+
+def test_a_bias_that_the_base_has_no_place_for_is_refused(attacked, tmp_path, capsys):
+    change_config(attacked, lora_bias=True)
+    path = attacked / "adapter_model.safetensors"
+    held = load_file(path)
+    biases = {name.replace("B.weight", "B.bias"): value[:, 0].clone() for name, value in held.items() if "_B" in name}
+    save_file(held | biases, path, {"format": "pt"})
+    line = refused(capsys, attacked, tmp_path / "out")
+    assert "PEFT cannot merge model.layers.0.mlp.down_proj: Impossible to merge LoRA with `lora_bias=True`" in line
 
 
 @pytest.mark.parametrize("settings", [{"modules_to_save": ["lm_head"]}, {"target_modules": ["embed_tokens"]}])

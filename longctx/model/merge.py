@@ -118,8 +118,8 @@ def adapted(model: PreTrainedModel, folder: Path) -> tuple[Any, bool]:
         held: dict[str, Any] = with_adapter.state_dict(keep_vars=True)
         missing = [name for name in result.missing_keys if ".default" in name]
         for name in missing + result.unexpected_keys:
-            kind = "it has no tensor" if missing else "there is no place for its tensor"
-            raise ValueError(f"{kind} {name.replace('.default', '')}")
+            reason = "is missing" if missing else "has no place in it"
+            raise ValueError(f"the tensor {name.replace('.default', '')} {reason}")
     except Exception as error:  # whatever PEFT makes of such values
         kind = "" if isinstance(error, OutOfBounds | ValueError) else f" ({type(error).__name__})"
         raise ValueError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -132,8 +131,6 @@ def _source(folder: Path, base: str | None, revision: str | None, made: Path) ->
     name: str = base or str(folder)
     is_adapter = (folder / ADAPTER_CONFIG).exists()
     if is_adapter:
-        if find_spec("peft") is None:
-            raise ValueError("peft merges adapters, and is not installed. Install it: pip install peft.")
         values = read_adapter_config(folder)
         if base is None:
             name, revision = values.get("base_model_name_or_path", ""), revision or values.get("revision")
@@ -160,7 +157,7 @@ def _write(source: _Source, folder: Path) -> str:
     if tensors is None:
         model = _load_at_once(source)
         model.save_pretrained(folder, max_shard_size=weights.FILE_BYTES)
-        said += " All weights were loaded at once, since they are converted when they are loaded."
+        said += " All weights were loaded at once: they are converted on loading, or not in safetensors files."
     else:
         write_tensors(tensors, folder, weights.FILE_BYTES)
     if source.is_part:

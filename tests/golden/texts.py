@@ -103,7 +103,7 @@ def golden(quick: bool) -> Iterator[tuple[str, Any]]:
             yield f"a file with {text}", _error(*run("train --config run.yaml"))
         for env, line in WRONG_ENVIRONMENTS[::every]:
             yield shlex.join([f"{name}={value}" for name, value in env.items()] + [line]), _error(*run(line, env))
-        for command in ("train", "dpo", "plan", "verify", "whole", "bench", "completion"):
+        for command in ("train", "dpo", "plan", "verify", "export", "bench", "completion"):
             yield f"{command} --help", run(f"{command} --help")[1].splitlines()
         for line in ("--help", "--version"):
             yield line, re.sub(r"\d+\.\d+\S*", "VERSION", run(line)[1]).splitlines()
