@@ -240,6 +240,17 @@ COMPUTED = {
 """Tables of computed rows, and what they have besides model and ranks."""
 
 
+NOT_SHRINKING = """\
+Some figures do not shrink with more ranks:
+
+- In a save, the whole model passes through each rank, tensor by tensor, and its files are written one after the other.
+- Every rank that resumes reads index.json and longctx.json, which grow with the ranks that wrote them.
+- Before a start on several nodes, one rank digests the model's files; the next start takes its digest from the cache.
+- DeepSeek-V3 is a type whose weights are converted: rank 0 reads all of them and holds them in fp32, and a checkpoint
+  has 16 bytes a parameter, since the ranges hold the weights as well. The experts of a layer are one parameter, which
+  is cut between experts: 256 ranks hold one of each layer, and all others hold none."""
+
+
 def computed_rows(model: Model, num_ranks: int, speed: Bandwidth) -> list[list[str]]:
     """Return the values of a row in each table of COMPUTED."""
     layout = [formulas.ranges_of(model, rank, num_ranks) for rank in range(num_ranks)]
@@ -306,6 +317,7 @@ def report(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     rows = [(model, ranks, computed_rows(model, ranks, speeds)) for model in models for ranks in COMPUTED_RANKS]
     yield from ("## Computed rows", "")
     yield f"Seconds are those of files, at {options.node_gbs:g} GB/s a node and {options.storage_gbs:g} GB/s in all."
+    yield from ("", *NOT_SHRINKING.splitlines())
     for number, (title, names) in enumerate(COMPUTED.items()):
         yield from ("", f"### {title}", "", line(["model", "ranks", *names]), line(["---"] * (2 + len(names))))
         yield from (line([model.name, f"{ranks:,}", *values[number]]) for model, ranks, values in rows)
