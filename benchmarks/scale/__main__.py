@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from itertools import accumulate, chain
 from pathlib import Path
@@ -49,25 +50,28 @@ class Row(NamedTuple):
     run: str
     what: str
     measured: float
-    computed: float
-    unit: str
-    tolerance: float | None
-    """None for what is not held against the formula."""
+    computed: float | None
+    """None for what no formula gives."""
+    unit: str = "bytes"
+    tolerance: float = COUNTS
+    """Of bytes and counts; memory and seconds have another."""
 
     @property
     def differs(self) -> bool:
+        if self.computed is None:
+            return False
         slack = NOISE if self.unit == "MiB" else 0
-        difference = abs(self.measured - self.computed) - slack
-        return self.tolerance is not None and difference > self.tolerance * self.measured
+        tolerance = MEMORY if self.unit in ("MiB", "s") else self.tolerance
+        return abs(self.measured - self.computed) - slack > tolerance * self.measured
 
     def cells(self) -> list[str]:
-        if self.tolerance is None:
-            return [self.run, self.what, _number(self.measured, self.unit), "", "", ""]
+        first = [self.run, self.what, _number(self.measured, self.unit)]
+        if self.computed is None:
+            return [*first, "", "", ""]
         mark = "**!**" if self.differs else ""
         if self.unit == "s" and self.differs:
             mark = "slower" if self.measured > self.computed else "faster"
-        values = [_number(value, self.unit) for value in (self.measured, self.computed)]
-        return [self.run, self.what, *values, f"{self.measured / self.computed:.3f}", mark]
+        return [*first, _number(self.computed, self.unit), f"{self.measured / self.computed:.3f}", mark]
 
 
 HEAD = ["run", "figure", "measured", "computed", "ratio", ""]
@@ -86,62 +90,41 @@ def first_rows(name: str, model: Model, ranks: Sequence[dict[str, Phase]], folde
         folder: the checkpoint.
         speed: bytes per second of the disk.
     """
-    num_ranks = len(ranks)
-    layout = [formulas.ranges_of(model, rank, num_ranks) for rank in range(num_ranks)]
-    loading, saving = [rank["loading"] for rank in ranks], [rank["saving"] for rank in ranks]
+    num_ranks, row = len(ranks), partial(Row, name)
     every = range(num_ranks)
-    yield Row(
-        name,
-        "load: weights read",
-        max(phase.asked for phase in loading),
-        formulas.read_in_loading(model, 0, num_ranks),
-        "bytes",
-        COUNTS,
-    )
-    opened = max(_opened(phase, ".safetensors") for phase in loading)
-    yield Row(
-        name,
-        "load: files of weights opened",
-        opened,
-        formulas.opened_in_loading(model, 0, num_ranks, num_files=1),
-        "times",
-        COUNTS,
-    )
-    host = formulas.host_in_loading(model, 0, num_ranks)
-    yield Row(name, "load: host memory", max(phase.rise for phase in loading), host, "MiB", MEMORY)
+    layout = [formulas.ranges_of(model, rank, num_ranks) for rank in every]
+    loading, saving = [rank["loading"] for rank in ranks], [rank["saving"] for rank in ranks]
+    opened = [sum(n for path, n in phase.opened.items() if path.endswith(".safetensors")) for phase in loading]
+    yield row("load: weights read", _most(loading, "asked"), formulas.read_in_loading(model, 0, num_ranks))
+    opens = formulas.opened_in_loading(model, 0, num_ranks, num_files=1)
+    yield row("load: files of weights opened", max(opened), opens, "times")
+    yield row("load: host memory", _most(loading, "rise"), formulas.host_in_loading(model, 0, num_ranks), "MiB")
+
     files = [(formulas.weights_written(model, r, num_ranks), formulas.states_written(model, layout[r])) for r in every]
-    written = [[*weights, *states] for weights, states in files]
-    found = [sum(phase.written.values()) for phase in saving]
-    yield Row(name, "save: written, most of a rank", max(found), max(map(sum, written)), "bytes", COUNTS)
-    yield Row(name, "save: written by all", sum(found), sum(map(sum, written)), "bytes", COUNTS)
+    written, found = [sum(chain(*of_rank)) for of_rank in files], [sum(phase.written.values()) for phase in saving]
+    yield row("save: written, most of a rank", max(found), max(written))
+    yield row("save: written by all", sum(found), sum(written))
     count = sum(len(phase.written) for phase in saving)
-    yield Row(name, "save: files of weights and states", count, sum(map(len, written)), "", COUNTS)
-    gathered = max(phase.gathered for phase in saving)
-    yield Row(name, "save: gathered through each rank", gathered, 4 * model.numel, "bytes", COUNTS)
-    begun = [
-        (moment, change)
-        for phase in saving
-        for times in phase.writing
-        for moment, change in zip(times, (1, -1), strict=True)
-    ]
-    at_once = max(accumulate(change for _, change in sorted(begun)))
-    yield Row(name, "save: files of weights being written at once", at_once, 1, "", COUNTS)
+    yield row("save: files of weights and states", count, sum(len([*chain(*of_rank)]) for of_rank in files), "")
+    yield row("save: gathered through each rank", _most(saving, "gathered"), 4 * model.numel)
+    begun = [(moment, n) for p in saving for times in p.writing for moment, n in zip(times, (1, -1), strict=True)]
+    yield row("save: files of weights being written at once", max(accumulate(n for _, n in sorted(begun))), 1, "")
     hosts = [formulas.host_in_saving(*of_rank) for of_rank in files]
-    yield Row(name, "save: host memory", max(phase.rise for phase in saving), max(hosts), "MiB", MEMORY)
+    yield row("save: host memory", _most(saving, "rise"), max(hosts), "MiB")
     for which, at in (("rank 0", [0]), ("another", every[1:])):
         calls = max(sum(saving[rank].calls[key] for key in ("set", "add", "delete_key")) for rank in at)
         computed = max(formulas.calls_in_saving(rank, num_ranks) for rank in at)
-        yield Row(name, f"save: calls that write to the store, {which}", calls, computed, "", COUNTS)
-    waiting = max(sum(phase.calls[key] for key in ("get", "check")) for phase in saving)
-    yield Row(name, "save: other calls, which depend on time", waiting, 0, "", None)
+        yield row(f"save: calls that write to the store, {which}", calls, computed, "")
+    waiting = max(phase.calls["get"] + phase.calls["check"] for phase in saving)
+    yield row("save: other calls, which depend on time", waiting, None, "")
     reports = sum(formulas.report_of(model, rank, layout[rank], num_ranks) for rank in every)
-    yield Row(name, "save: reports that rank 0 receives", saving[0].received, reports, "bytes", COUNTS)
+    yield row("save: reports that rank 0 receives", saving[0].received, reports)
     index, manifest = ((folder / file).stat().st_size for file in ("index.json", "longctx.json"))
-    yield Row(name, "index.json", index, formulas.index_bytes(model, layout), "bytes", COUNTS)
-    yield Row(name, "longctx.json", manifest, formulas.manifest_bytes(model, layout), "bytes", MEMORY)
-    yield Row(name, "start, to the end of step 1", max(rank["start"].seconds for rank in ranks), 0, "s", None)
-    yield Row(name, "load", max(phase.seconds for phase in loading), 2 * model.numel / speed, "s", MEMORY)
-    yield Row(name, "save", max(phase.seconds for phase in saving), sum(map(sum, written)) / speed, "s", MEMORY)
+    yield row("index.json", index, formulas.index_bytes(model, layout))
+    yield row("longctx.json", manifest, formulas.manifest_bytes(model, layout), tolerance=MEMORY)
+    yield row("start, to the end of step 1", max(rank["start"].seconds for rank in ranks), None, "s")
+    yield row("load", _most(loading, "seconds"), 2 * model.numel / speed, "s")
+    yield row("save", _most(saving, "seconds"), sum(written) / speed, "s")
 
 
 def resumed_rows(
@@ -152,32 +135,25 @@ def resumed_rows(
     Args:
         layout: the ranges of the ranks that wrote the checkpoint.
     """
-    num_ranks = len(ranks)
+    num_ranks, row = len(ranks), partial(Row, name)
     resuming, checking = [rank["resuming"] for rank in ranks], [rank["checking"] for rank in ranks]
     read = formulas.read_in_resuming(model, 0, num_ranks)
-    yield Row(name, "resume: states and weights read", max(phase.asked for phase in resuming), read, "bytes", COUNTS)
+    yield row("resume: states and weights read", _most(resuming, "asked"), read)
     computed = [formulas.files_in_resuming(model, rank, num_ranks, len(layout)) for rank in range(num_ranks)]
-    for number, prefix in enumerate(("states-", "model")):
-        found = max(
-            sum(Path(path).name.startswith(prefix) and path.endswith(".safetensors") for path in phase.opened)
-            for phase in resuming
-        )
-        what = f"resume: files of {('states', 'weights')[number]} that a rank opens"
-        yield Row(name, what, found, max(files[number] for files in computed), "", COUNTS)
-    host = formulas.host_in_resuming(model, num_ranks)
-    yield Row(name, "resume: host memory", max(phase.rise for phase in resuming), host, "MiB", MEMORY)
-    written = formulas.read_in_checking(model, layout, 12 * model.numel)
-    yield Row(
-        name, "resume: read to check files, by all", sum(phase.read for phase in checking), written, "bytes", MEMORY
-    )
-    for what, phases in (("check", checking), ("read", resuming)):
-        slowest = max(phase.seconds for phase in phases)
-        yield Row(name, f"resume: {what}", slowest, 12 * model.numel / speed, "s", MEMORY)
-    yield Row(name, "start that resumes, to its first step", max(rank["start"].seconds for rank in ranks), 0, "s", None)
+    opened = [[Path(path).name for path in phase.opened if path.endswith(".safetensors")] for phase in resuming]
+    for number, (what, prefix) in enumerate({"states": "states-", "weights": "model"}.items()):
+        found = max(sum(file.startswith(prefix) for file in files) for files in opened)
+        yield row(f"resume: files of {what} that a rank opens", found, max(files[number] for files in computed), "")
+    yield row("resume: host memory", _most(resuming, "rise"), formulas.host_in_resuming(model, num_ranks), "MiB")
+    read = formulas.read_in_checking(model, layout, 12 * model.numel)
+    yield row("resume: read to check files, by all", sum(phase.read for phase in checking), read, tolerance=MEMORY)
+    yield row("resume: check", _most(checking, "seconds"), 12 * model.numel / speed, "s")
+    yield row("resume: read", _most(resuming, "seconds"), 12 * model.numel / speed, "s")
+    yield row("start that resumes, to its first step", max(rank["start"].seconds for rank in ranks), None, "s")
 
 
-def _opened(phase: Phase, suffix: str) -> int:
-    return sum(count for path, count in phase.opened.items() if path.endswith(suffix))
+def _most(phases: Sequence[Phase], name: str) -> float:
+    return max(getattr(phase, name) for phase in phases)
 
 
 def real_rows(ranks: Sequence[int], sizes: Mapping[str, int], folder: Path, speed: float) -> Iterator[Row]:
@@ -238,6 +214,17 @@ COMPUTED = {
     ),
 }
 """Tables of computed rows, and what they have besides model and ranks."""
+
+
+NOT_SHRINKING = """\
+Some figures do not shrink with more ranks:
+
+- In a save, the whole model passes through each rank, tensor by tensor, and its files are written one after the other.
+- Every rank that resumes reads index.json and longctx.json, which grow with the ranks that wrote them.
+- Before a start on several nodes, one rank digests the model's files; the next start takes its digest from the cache.
+- DeepSeek-V3 is a type whose weights are converted: rank 0 reads all of them and holds them in fp32, and a checkpoint
+  has 16 bytes a parameter, since the ranges hold the weights as well. The experts of a layer are one parameter, which
+  is cut between experts: 256 ranks hold one of each layer, and all others hold none."""
 
 
 def computed_rows(model: Model, num_ranks: int, speed: Bandwidth) -> list[list[str]]:
@@ -306,6 +293,7 @@ def report(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     rows = [(model, ranks, computed_rows(model, ranks, speeds)) for model in models for ranks in COMPUTED_RANKS]
     yield from ("## Computed rows", "")
     yield f"Seconds are those of files, at {options.node_gbs:g} GB/s a node and {options.storage_gbs:g} GB/s in all."
+    yield from ("", *NOT_SHRINKING.splitlines())
     for number, (title, names) in enumerate(COMPUTED.items()):
         yield from ("", f"### {title}", "", line(["model", "ranks", *names]), line(["---"] * (2 + len(names))))
         yield from (line([model.name, f"{ranks:,}", *values[number]]) for model, ranks, values in rows)
