@@ -49,7 +49,6 @@ from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.train import main
-from longctx.training.checkpoint.states import _parts
 from longctx.training.evaluation import rows_to_evaluate
 from longctx.ulysses.attention import ulysses_attention
 from longctx.ulysses.exchange import exchange_attention
@@ -150,8 +149,6 @@ CALLS = {
     "window": (lambda: AttentionKind(window=0), "window 0 must be at least 1"),
     "chunk": (lambda: AttentionKind(chunk_size=0), "chunk_size 0 must be at least 1"),
     "soft cap": (lambda: AttentionKind(softcap=0.0), "softcap 0.0 must be above 0"),
-    "state's name": (lambda: _parts("states", "weight|x|name"), "expected 'kind.start.name'"),
-    "state's parts": (lambda: _parts("states", "weight"), "expected 'kind.start.name'"),
     "chunks of none": (
         lambda: install_chunked(tiny_model(), 0, torch.device("cpu"), LayerCheckpoints()),
         "sequence_chunk_size 0 is below 1",
