@@ -255,7 +255,7 @@ def _write_checkpoint(folder: Path, draw: random.Random, *, target: str) -> Path
 
     from longctx.training.checkpoint.files import Manifest, describe_files, write_manifest
     from longctx.training.checkpoint.shards import ParameterShard
-    from longctx.training.checkpoint.states import write_states
+    from longctx.training.checkpoint.storage import INDEX, write_index, write_states
 
     piece = ParameterShard(
         name="w",
@@ -265,8 +265,9 @@ def _write_checkpoint(folder: Path, draw: random.Random, *, target: str) -> Path
     )
     checkpoint = folder / "checkpoint-3"
     checkpoint.mkdir()
-    files = write_states(checkpoint, [piece], 0)
-    known = describe_files(checkpoint, files)
+    ranges, kinds = write_states(checkpoint, [piece], 0)
+    write_index(checkpoint, [ranges], kinds, {"w": [4, 3]})
+    known = describe_files(checkpoint, [checkpoint / name for name in (*ranges, INDEX)])
     manifest = Manifest(
         step=3,
         layout={"sequences_per_step": 4},
@@ -278,7 +279,7 @@ def _write_checkpoint(folder: Path, draw: random.Random, *, target: str) -> Path
     )
     write_manifest(checkpoint, manifest)
     shutil.copy(checkpoint / "longctx.json", folder / "written.json")
-    return checkpoint / target if target else files[0]
+    return checkpoint / (target or next(iter(ranges)))
 
 
 def _read_checkpoint(path: Path, folder: Path) -> str | None:
@@ -287,14 +288,14 @@ def _read_checkpoint(path: Path, folder: Path) -> str | None:
 
     from longctx.training.checkpoint.files import check_files, check_same, read_manifest
     from longctx.training.checkpoint.shards import ParameterShard
-    from longctx.training.checkpoint.states import StateReader
+    from longctx.training.checkpoint.storage import StateReader
 
     checkpoint = folder / "checkpoint-3"
     signed = path.suffix == ".json" and path.stat().st_size % 2 and _signed_anew(path)
     manifest = read_manifest(checkpoint)
     if path.suffix == ".safetensors":
-        reader = StateReader(checkpoint)
-        kinds = dict.fromkeys([*reader.kinds(scalars=False), "weight"])
+        reader = StateReader(checkpoint, {"w": [4, 3]})
+        kinds = ("weight", "exp_avg")
         reader.fill(ParameterShard(name="w", shape=(4, 3), start=0, states={kind: torch.zeros(12) for kind in kinds}))
     check_files(checkpoint, manifest)
     check_same(

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -218,12 +219,40 @@ def _meet(
     return result
 
 
+def wait_until(is_over: Callable[[], bool]) -> None:
+    """Wait, however long that takes, unless the run fails meanwhile or the process of the rank before this one ends.
+
+    Raises:
+        DistError: in these cases.
+    """
+    _poll(is_over, current_peers())
+
+
+def _poll(is_over: Callable[[], bool], peers: Peers | None, watched: int | None = None) -> None:
+    """Ask often at first, then about once a second. The main thread alone looks at the other ranks.
+
+    Args:
+        watched: rank whose process must not end; None means the rank before this one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        peers = None
+    for attempt in itertools.count():
+        rank = -1 if peers is None else peers.before if watched is None else watched
+        has_ended = peers is not None and peers.has_ended(rank)  # in order, if it is over now
+        if is_over():
+            return
+        if peers is not None:
+            if failure := peers.look([rank] * has_ended):
+                raise dist.DistError(failure.message + " has died" * (failure.kind == "died"))
+            hang.WATCH.go_on()
+        time.sleep(0.01 * 1.5 ** min(attempt, 11))
+
+
 class _Meeting:
     """The keys of one call in the process group's store. All ranks make the same calls in the same order."""
 
     def __init__(self, peers: Peers, channel: Channel | None) -> None:
         self.peers, self.rank, self.world_size = peers, peers.rank, peers.world_size
-        self.is_in_thread = channel is not None
         store = channel.store if channel else dist.distributed_c10d._get_default_store()
         kind = f"longctx/{channel.name if channel else ''}"
         number = store.add(f"{kind}calls/{self.rank}", 1)
@@ -289,20 +318,13 @@ class _Meeting:
             self.probe.unlink(missing_ok=True)
 
     def _wait(self, is_over: Callable[[], bool], watched: int | None = None) -> None:
-        """Poll often at first, then about once a second, until it is over or the run has failed.
+        """Wait as `_poll` does, or until a rank has refused."""
 
-        Args:
-            watched: rank whose process must not end; None means the rank before this one. The main thread alone looks.
-        """
-        watched = self.peers.before if watched is None else watched
-        for attempt in itertools.count():
-            has_ended = not self.is_in_thread and self.peers.has_ended(watched)  # in order, if it is over now
+        def is_over_or_refused() -> bool:
             if is_over():
-                return
+                return True
             if self.store.check(["refused"]):
                 raise self.refuse("")
-            if not self.is_in_thread:
-                if failure := self.peers.look([watched] * has_ended):
-                    raise dist.DistError(failure.message + " has died" * (failure.kind == "died"))
-                hang.WATCH.go_on()
-            time.sleep(0.01 * 1.5 ** min(attempt, 11))
+            return False
+
+        _poll(is_over_or_refused, self.peers, watched)

@@ -87,7 +87,8 @@ class SequenceMixin(EvaluatingMixin):
         data_identity: returns what identifies data and model, by name, when a checkpoint is saved; resuming must not
             change it.
         on_nonfinite: `stop` the run, or `skip` the step, if a gradient is NaN or infinite.
-        save_async: whether to write checkpoints while training goes on, from copies in host memory.
+        save_async: whether to write checkpoints while training goes on, from copies in host memory. After training,
+            `finish_saving` waits for them.
         base_config: configuration of an adapter's base model if it differs from that of its name; saved beside the
             adapter.
 

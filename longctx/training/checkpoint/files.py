@@ -233,7 +233,8 @@ def check_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int =
     Raises:
         CheckpointError: for a missing, changed or unknown file.
     """
-    if unknown := sorted(path.name for path in folder.glob("states-*") if path.name not in manifest.files):
+    found = {path.name for kind in ("states-*", "*.safetensors*") for path in folder.glob(kind)}
+    if unknown := sorted(found - manifest.files.keys()):
         raise CheckpointError(f"{folder / unknown[0]} is not of this checkpoint. Remove it, or resume from another.")
     for name, known in sorted(manifest.files.items())[part::parts]:
         path = folder / name

@@ -384,7 +384,9 @@ def rotate(folder: Path, *, limit: int | None, best: str | None) -> None:
     `folder`, which was just written, and `best` stay. Folders with other names stay.
     """
     for path in folder.parent.glob("checkpoint-*"):
-        if LEFT_BEHIND.fullmatch(path.name):
+        if path.name.endswith(REPLACED) and path.with_suffix("").exists():
+            remove(path)
+        elif LEFT_BEHIND.fullmatch(path.name) and not path.name.endswith(REPLACED):
             shutil.rmtree(path, ignore_errors=True)
     if not limit or limit < 0:
         return

@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +32,7 @@ from longctx.ranks.agreement import (
     gather_on_first,
     gathered_on_first,
     on_all_ranks,
+    wait_until,
 )
 from longctx.regions import region
 from longctx.settings.flags import SFT
@@ -51,8 +52,8 @@ from longctx.training.checkpoint.files import (
 from longctx.training.checkpoint.folder import MODEL_FILES, RunRecord, checkpoints, next_serial, rotate
 from longctx.training.checkpoint.hub import PushingMixin
 from longctx.training.checkpoint.shards import WEIGHT, ParameterShard, parameter_shards, trained_shapes
-from longctx.training.checkpoint.states import STATES_OF, nonfinite_weights, random_file, random_state
-from longctx.training.checkpoint.storage import INDEX, write_index, write_states
+from longctx.training.checkpoint.states import nonfinite_weights, random_file, random_state
+from longctx.training.checkpoint.storage import write_index, write_states
 from longctx.training.checkpoint.weights import names_kept, write_model
 from longctx.training.nonfinite import NonFiniteError
 from longctx.upstream.transformers_internals import log_sums
@@ -129,19 +130,23 @@ class SavingMixin(PushingMixin):
             NotSavedError, RefusedOnAllRanks: if it could not be written: on the rank that failed, and on the others.
         """
         if self._saving is not None:
+            wait_until(self._saving.done)
             saving, self._saving = self._saving, None
             saving.result()
 
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """End training once the last checkpoint is there, which may be the best one, or go."""
+        self.finish_saving()
+        return super()._finalize_training(*args, **kwargs)
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, and wait for a checkpoint that is being written. Called by all ranks together."""
+        """Train. Called by all ranks together."""
         try:
-            output = super().train(*args, **kwargs)
+            return super().train(*args, **kwargs)
         except BaseException as error:
             if self._saving is not None:  # all ranks end with a ValueError; after other errors, one may be gone
                 wait([self._saving], None if isinstance(error, ValueError) else LEAVE_SECONDS)
             raise
-        self.finish_saving()
-        return output
 
     def save_results(self) -> None:
         """Save the model and the trainer's state in output_dir, each file atomically. Called by all ranks together.
@@ -195,18 +200,19 @@ class SavingMixin(PushingMixin):
         progress = self._all_progress()
         on_all_ranks(lambda: self._write_state(unfinished))
         manifest = None
-        pieces: Iterator[ParameterShard] = iter(())
+        pieces: Iterable[ParameterShard] = ()
+        leave_out = [WEIGHT] * in_model
         if not args.save_only_model:
             manifest = on_all_ranks(lambda: self._manifest(folder.parent, shapes, progress))
-            vectors, scalars = STATES_OF[plain(args.optim)]
-            pieces = parameter_shards(self.model_wrapped, self.optimizer, kinds=[*vectors], scalars=[*scalars])
-        held = [_copied(piece) for piece in pieces if not piece.is_copy] if self.save_async else pieces
+            pieces = self._pieces()
+        if self.save_async:
+            pieces = [_copied(piece, leave_out) for piece in pieces if not piece.is_copy]
         random = json.dumps(random_state())
 
         def write() -> dict[str, Any]:
             for work in later:
                 work()
-            ranges, kinds = write_states(unfinished, held, args.process_index, leave_out=[WEIGHT] * in_model)
+            ranges, kinds = write_states(unfinished, pieces, args.process_index, leave_out=leave_out)
             files = [*weights, *(unfinished / file for file in ranges)]
             if not args.save_only_model:
                 files.append(random_file(unfinished, args.process_index))
@@ -214,6 +220,13 @@ class SavingMixin(PushingMixin):
             return {"files": describe_files(unfinished, files), "ranges": ranges, "kinds": kinds}
 
         return partial(self._commit, folder, unfinished, write, manifest, self.state.best_model_checkpoint)
+
+    def _pieces(self) -> Iterator[ParameterShard]:
+        """Return this rank's ranges, all with the same kinds of states: a parameter without gradients has none yet."""
+        found = [piece.states.items() for piece in parameter_shards(self.model_wrapped, self.optimizer)]
+        is_scalar = {kind: not values.dim() for states in found for kind, values in states if kind != WEIGHT}
+        kinds, scalars = ([kind for kind in is_scalar if is_scalar[kind] == of] for of in (False, True))
+        return parameter_shards(self.model_wrapped, self.optimizer, kinds=kinds, scalars=scalars)
 
     def _commit(
         self,
@@ -247,21 +260,21 @@ class SavingMixin(PushingMixin):
                 return
             write_manifest(unfinished, replace(manifest, files=known))
             if args.save_on_each_node:
-                texts = {name: (unfinished / name).read_text() for name in (INDEX, MANIFEST)}
-                channel.store.set("texts", json.dumps(texts))
+                channel.store.set(f"{channel.name}manifest", (unfinished / MANIFEST).read_text())
 
         def place() -> None:
             if not args.should_save:
                 return
             if not args.save_only_model and not self.is_world_process_zero():  # on a node with a disk of its own
-                for name, text in json.loads(channel.store.get("texts")).items():
-                    (unfinished / name).write_text(text)
-                    flush(unfinished / name)
+                (unfinished / MANIFEST).write_bytes(channel.store.get(f"{channel.name}manifest"))
+                flush(unfinished / MANIFEST)
+                flush(unfinished)
             take_place(unfinished, folder)
-            rotate(folder, limit=args.save_total_limit, best=best)
 
         on_all_ranks(describe, channel)
         on_all_ranks(place, channel)
+        if args.should_save:  # once the checkpoint is on all nodes
+            rotate(folder, limit=args.save_total_limit, best=best)
 
     def _commit_later(self, folder: Path, commit: Callable[[], None]) -> None:
         with self._writing(folder):
@@ -338,9 +351,10 @@ def plain(value: Any) -> Any:
     return getattr(value, "value", value)
 
 
-def _copied(piece: ParameterShard) -> ParameterShard:
-    """Return the range with copies of its states in host memory."""
-    states = {kind: tensor.detach().to("cpu", copy=True) for kind, tensor in piece.states.items()}
+def _copied(piece: ParameterShard, leave_out: Sequence[str]) -> ParameterShard:
+    """Return the range with copies of its states in host memory, except for the values of some kinds."""
+    device = {kind: "meta" if kind in leave_out else "cpu" for kind in piece.states}
+    states = {kind: tensor.detach().to(device[kind], copy=True) for kind, tensor in piece.states.items()}
     return replace(piece, states=states)
 
 

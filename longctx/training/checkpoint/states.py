@@ -109,12 +109,14 @@ def check_values(kind: str, values: Tensor, *, name: str, path: Path, last_step:
     raise CheckpointError(f"{path}: {kind} of {name} holds {found}. Resume from an earlier checkpoint.")
 
 
-def check_kinds(folder: Path, optim: str, vectors: set[str], scalars: set[str]) -> None:
+def check_kinds(folder: Path, optim: str, vectors: set[str], scalars: set[str], *, may_be_empty: bool) -> None:
     """Check that a checkpoint has exactly the states of this optimizer.
 
     Raises:
         CheckpointError: if not.
     """
+    if may_be_empty and not vectors and not scalars:
+        return
     expected, found = set.union(*STATES_OF[optim]), vectors | scalars
     if (vectors, scalars) != STATES_OF[optim]:
         raise CheckpointError(

@@ -101,6 +101,8 @@ def write_index(
         for name, (start, stop) in names.items():
             held.setdefault(name, []).append((start, stop, len(files)))
         files.append(file)
+    if kinds and held.keys() != parameters.keys():
+        raise ValueError(f"no rank holds a range of {sorted(held.keys() ^ parameters.keys())[0]}")
     for name, found in held.items():
         found.sort()
         borders = [0, *(border for start, stop, _ in found for border in (start, stop)), prod(parameters[name])]
@@ -163,7 +165,7 @@ class StateReader:
         if piece.name not in self._ranges:
             raise CheckpointError(f"{self.folder / INDEX} has no ranges of {piece.name}: it is of another model.")
         starts, files = self._ranges[piece.name]
-        borders = [*starts, prod(self.parameters[piece.name])]
+        borders = [*starts, prod(piece.shape)]
         at, stop = piece.start, piece.start + piece.length
         while at < stop:
             number = bisect_right(starts, at) - 1
@@ -194,7 +196,8 @@ class StateReader:
 
     def _fill_from_model(self, piece: ParameterShard, target: Tensor) -> None:
         """Read a range of a weight from the model's files: not mapped ones, in which the system would read ahead."""
-        path = self._model_file(piece.name)
+        with damage_named(self.folder / SAFE_WEIGHTS_INDEX_NAME):
+            path = self._model_file(piece.name)
         with damage_named(path):
             if path not in self._stored:
                 self._file(path)  # which checks the header
@@ -212,8 +215,7 @@ class StateReader:
         if self._weight_map is None:
             self._weight_map = {}
             if (index := self.folder / SAFE_WEIGHTS_INDEX_NAME).exists():
-                with damage_named(index):
-                    self._weight_map = dict(json.loads(index.read_text())["weight_map"])
+                self._weight_map = dict(json.loads(index.read_text())["weight_map"])
         file = self._weight_map.get(name, SAFE_WEIGHTS_NAME)
         if Path(file).name != file:
             raise CheckpointError(f"{self.folder / SAFE_WEIGHTS_INDEX_NAME} names {file!r}, outside its folder.")

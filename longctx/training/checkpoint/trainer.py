@@ -85,7 +85,7 @@ class ResumableMixin(SavingMixin):
         reader = StateReader(folder, manifest.parameters, last_step=manifest.step)
         kinds = [kind for kind, is_scalar in reader.kinds.items() if not is_scalar and kind != WEIGHT]
         scalars = [kind for kind, is_scalar in reader.kinds.items() if is_scalar]
-        check_kinds(folder, plain(self.args.optim), {*kinds}, {*scalars})
+        check_kinds(folder, plain(self.args.optim), {*kinds}, {*scalars}, may_be_empty=self.on_nonfinite == "skip")
         with torch.no_grad():
             for piece in parameter_shards(self.model_wrapped, self.optimizer, kinds=kinds, scalars=scalars):
                 reader.fill(piece)

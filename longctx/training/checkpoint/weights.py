@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -108,43 +109,42 @@ def write_weights(
         OSError, SafetensorError: if this rank could not write a file, once all ranks are through.
     """
     held = _held(model)
-    files = list(_files(held))
-    written: list[Path] = []
-    names: dict[str, str] = {}
-    size = 0
-    failed: Exception | None = None
-    for number, file in enumerate(files):
-        path = folder / SAFE_WEIGHTS_NAME
-        if len(files) > 1:
-            path = folder / f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        is_owner = number % owners == rank
-        layers: list[dict[str, Any]] = [
-            {name: _whole(held[name], keep=is_owner, exact=exact) for name in layer} for layer in file
-        ]
-        if not is_owner:
-            continue
-        try:
-            stored = {k: v.contiguous() for whole in layers for k, v in revert_weight_conversion(model, whole).items()}
-            save(stored, path, {"format": "pt"})
-        except Exception as error:  # whatever it is, the others wait for this rank in the files that follow
-            failed = failed or error
-            continue
-        names |= dict.fromkeys(stored, path.name)
-        size += sum(tensor.nbytes for tensor in stored.values())
-        written.append(path)
-    parts = gather_on_first((names, size))
-    if failed is not None:
-        raise failed
+    files = list(_files(held, exact=exact))
+    written: dict[Path, Future[tuple[dict[str, str], int]]] = {}
+
+    def write(path: Path, layers: list[dict[str, Any]]) -> tuple[dict[str, str], int]:
+        stored = {k: v.contiguous() for whole in layers for k, v in revert_weight_conversion(model, whole).items()}
+        save(stored, path, {"format": "pt"})
+        return dict.fromkeys(stored, path.name), sum(tensor.nbytes for tensor in stored.values())
+
+    with ThreadPoolExecutor(1) as writer:  # which writes while the files of other ranks are gathered
+        for number, file in enumerate(files):
+            path = folder / SAFE_WEIGHTS_NAME
+            if len(files) > 1:
+                path = folder / f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+            is_owner = number % owners == rank
+            if is_owner:
+                wait(written.values())
+            layers: list[dict[str, Any]] = [
+                {name: _whole(held[name], keep=is_owner, exact=exact) for name in layer} for layer in file
+            ]
+            if is_owner:
+                written[path] = writer.submit(write, path, layers)
+            del layers
+    errors = [error for file in written.values() if (error := file.exception())]
+    parts = gather_on_first([file.result() for file in written.values() if not file.exception()])
+    if errors:
+        raise errors[0]
     if len(files) > 1 and rank == 0:
         index = {
             "metadata": {
                 "total_parameters": sum(prod(_shape(tensor)) for tensor in held.values()),
-                "total_size": sum(size for _, size in parts),
+                "total_size": sum(size for of_rank in parts for _, size in of_rank),
             },
-            "weight_map": {name: file for names, _ in parts for name, file in names.items()},
+            "weight_map": {name: file for of_rank in parts for names, _ in of_rank for name, file in names.items()},
         }
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    return written
+    return [*written]
 
 
 def _held(model: Any) -> dict[str, Tensor]:
@@ -160,7 +160,7 @@ def _held(model: Any) -> dict[str, Tensor]:
     return held
 
 
-def _files(held: dict[str, Tensor]) -> Iterator[list[list[str]]]:
+def _files(held: dict[str, Tensor], *, exact: bool = False) -> Iterator[list[list[str]]]:
     """Yield the layers of each file as lists of names: transformers may store several tensors of a layer as one."""
     layers: dict[str, list[str]] = {}
     for name in held:
@@ -169,13 +169,22 @@ def _files(held: dict[str, Tensor]) -> Iterator[list[list[str]]]:
     file: list[list[str]] = []
     size = 0
     for layer in layers.values():
-        added = sum(prod(_shape(held[name])) * held[name].element_size() for name in layer)
+        added = sum(prod(_shape(held[name])) * _itemsize(held[name], exact=exact) for name in layer)
         if file and size + added > FILE_BYTES:
             yield file
             file, size = [], 0
         file.append(layer)
         size += added
     yield file
+
+
+def _is_fp32(tensor: Any, *, exact: bool) -> bool:
+    """Whether ZeRO's fp32 weight is written in the place of the one that layers compute with."""
+    return exact and tensor.requires_grad and is_managed(tensor)
+
+
+def _itemsize(tensor: Tensor, *, exact: bool) -> int:
+    return 4 if _is_fp32(tensor, exact=exact) else tensor.element_size()
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
@@ -187,7 +196,7 @@ def _whole(tensor: Any, *, keep: bool, exact: bool = False) -> Tensor | None:
     whole: Any = tensor.detach()
     if isinstance(tensor, DTensor):
         whole = whole.to(tensor.device_mesh.device_type).full_tensor()
-    elif exact and tensor.requires_grad and is_managed(tensor):
+    elif _is_fp32(tensor, exact=exact):
         from deepspeed.utils import safe_get_full_fp32_param
 
         whole = safe_get_full_fp32_param(tensor).detach()
