@@ -140,6 +140,17 @@ def make(config):
         return AutoModelForCausalLM.from_config(config)
 
 
+def test_an_adapter_in_half_precision_is_merged_in_fp32(tmp_path):
+    """As peft does, whatever the dtype of the file."""
+    base = save_base(tmp_path / "base", dtype=torch.float32)
+    save_adapter(tmp_path / "adapter", base, modules_to_save=["norm"])
+    change_weights(tmp_path / "adapter", lambda held: held.update({name: held[name].bfloat16() for name in held}))
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    merged = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").merge_and_unload().state_dict()
+    assert export(tmp_path / "adapter", tmp_path / "out") == 0
+    check_loads(tmp_path / "out", merged)
+
+
 def test_the_base_is_where_it_is_said_to_be(tmp_path, capsys):
     """By the flag, where the folder that the adapter names has moved; its own config.json comes first."""
     base = save_base(tmp_path / "base")

@@ -25,7 +25,7 @@ ROWS = {
     "README": 55,
     "checkpoints": 102,
     "data": 84,
-    "help": 63,
+    "help": 68,
     "launch": 53,
     "limits": 56,
     "loop": 17,
