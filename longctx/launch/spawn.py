@@ -40,7 +40,6 @@ def spawn(
 
     variables = without_working_directory()
     variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # with "0" torch's agent listens on every interface
-    variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "15"  # seconds for other ranks to leave once one has failed
     variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(
         max(1, (os.cpu_count() or 1) // num_processes)
     )
