@@ -145,7 +145,7 @@ def resumed_rows(
         found = max(sum(file.startswith(prefix) for file in files) for files in opened)
         yield row(f"resume: files of {what} that a rank opens", found, max(files[number] for files in computed), "")
     yield row("resume: host memory", _most(resuming, "rise"), formulas.host_in_resuming(model, num_ranks), "MiB")
-    read = formulas.read_in_checking(model, layout, 12 * model.numel)
+    read = formulas.read_in_checking(model, layout, num_ranks)
     yield row("resume: read to check files, by all", sum(phase.read for phase in checking), read, tolerance=MEMORY)
     yield row("resume: check", _most(checking, "seconds"), 12 * model.numel / speed, "s")
     yield row("resume: read", _most(resuming, "seconds"), 12 * model.numel / speed, "s")

@@ -313,13 +313,14 @@ def files_in_resuming(model: Model, rank: int, num_ranks: int, num_writers: int)
     return len(states), weights
 
 
-def read_in_checking(model: Model, layout: Sequence[Ranges], written: int) -> int:
-    """Return what all ranks together read to check a checkpoint: every file once, and some files each by every rank.
+def read_in_checking(model: Model, layout: Sequence[Ranges], num_ranks: int) -> int:
+    """Return what all ranks that resume read to check a checkpoint: every file once, and a few small ones each.
 
-    Args:
-        written: bytes of weights and states.
+    Each of them reads longctx.json twice, and its own random state again.
     """
-    return written + index_bytes(model, layout) + 2 * len(layout) * (RANDOM + manifest_bytes(model, layout))
+    written = 4 * (len(model.kinds) - 1) * model.numel + 4 * model.numel
+    random = RANDOM * (len(layout) + min(num_ranks, len(layout)))
+    return written + index_bytes(model, layout) + random + 2 * num_ranks * manifest_bytes(model, layout)
 
 
 def host_in_resuming(model: Model, num_ranks: int) -> int:
