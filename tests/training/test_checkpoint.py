@@ -78,6 +78,14 @@ def test_a_damaged_one_is_named_with_the_older_one(file, copied, models, capsys)
     [
         (lambda folder: next(folder.glob("states-*")).unlink(), "is missing"),
         (lambda folder: os.truncate(folder / "model.safetensors", 100), "has 100 bytes, and was written with"),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}'),
+            "model.safetensors.index.json is not of this checkpoint",
+        ),
+        (
+            lambda folder: shutil.copy(folder / "model.safetensors", folder / "extra.safetensors"),
+            "extra.safetensors is not of this checkpoint",
+        ),
         (lambda folder: (folder / "longctx.json").write_text("{"), "is damaged"),
         (lambda folder: (folder / "longctx.json").unlink(), "has no longctx.json"),
         (lambda folder: _edit(folder, format=7), "has format 7, and this version of longctx reads 3"),

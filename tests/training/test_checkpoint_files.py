@@ -112,6 +112,11 @@ def test_ranges_that_do_not_make_up_a_parameter_are_not_saved(parts, tmp_path):
         write(tmp_path, ranks, {"w": [8]})
 
 
+def test_a_parameter_that_no_rank_holds_is_not_saved(tmp_path):
+    with pytest.raises(ValueError, match="no rank holds a range of v"):
+        write(tmp_path, [[piece("w", torch.ones(8), 0, 8, "exp_avg")]], {"w": [8], "v": [2]})
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -133,6 +138,12 @@ def test_an_index_that_lies_is_refused_by_file(name, change, message, tmp_path):
     (tmp_path / INDEX).write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=message):
         StateReader(tmp_path, shapes).fill(piece("w", torch.zeros(8), 0, 8, "exp_avg"))
+
+
+def test_an_index_without_a_parameter_is_of_another_model(tmp_path):
+    write(tmp_path, [[piece("w", torch.ones(8), 0, 8)]], {"w": [8]})
+    with pytest.raises(CheckpointError, match=r"index\.json has no ranges of v: it is of another model"):
+        StateReader(tmp_path, {"w": [8], "v": [8]}).fill(piece("v", torch.zeros(8), 0, 8))
 
 
 @pytest.mark.parametrize(
@@ -256,6 +267,14 @@ def test_a_kill_while_an_old_one_is_deleted_leaves_nothing_of_its_name(name, tmp
     assert LEFT_BEHIND.fullmatch(left)
     rotate(tmp_path / "checkpoint-6", limit=None, best=None)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-6"]
+
+
+def test_the_only_name_of_a_checkpoint_that_is_being_replaced_stays(tmp_path):
+    """A kill between the two renames of `take_place`."""
+    make_checkpoints(tmp_path, 3, 6)
+    (tmp_path / "checkpoint-3").rename(tmp_path / "checkpoint-3.replaced")
+    rotate(tmp_path / "checkpoint-6", limit=None, best=None)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-3.replaced", "checkpoint-6"}
 
 
 def test_padding_of_a_part_is_not_written():

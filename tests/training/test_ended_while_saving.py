@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -116,6 +117,24 @@ def test_training_goes_on_while_a_checkpoint_is_written(before, tmp_path, monkey
     check_weights(tmp_path / "out", expected)
     for name in ("model.safetensors", "states-00000-000.safetensors", "random-00000.json", "index.json"):
         assert (tmp_path / "out/checkpoint-2" / name).read_bytes() == (folder / "checkpoint-2" / name).read_bytes()
+
+
+@pytest.mark.parametrize("best", ["True", "False"])
+def test_training_ends_once_the_last_checkpoint_is_there(best, before, tmp_path, monkeypatch):
+    """It may hold the best model, and the Trainer deletes the others at the end."""
+    flags, _, _ = before
+    place = saving.take_place
+
+    def take_place(unfinished, target):
+        time.sleep(1.5)
+        place(unfinished, target)
+
+    monkeypatch.setattr(saving, "take_place", take_place)
+    flags = [*flags, "--save_async", "True", "--eval_strategy", "steps", "--eval_steps", "2", "--dataset_test_split"]
+    flags += ["train", "--metric_for_best_model", "loss", "--load_best_model_at_end", best]
+    log_of([*flags, "--output_dir", str(tmp_path / "out")])
+    assert newest(tmp_path / "out") == "checkpoint-4"
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def check_weights(output_dir, expected):
