@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from io import BufferedReader
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ class StoredWeight:
     dtype: torch.dtype
     """The dtype that values are rounded to, before accelerate makes trained parameters fp32."""
 
-    def read(self, first: int, into: Tensor, buffer: NDArray[np.uint8]) -> None:
+    def read(self, first: int, into: Tensor, buffer: NDArray[np.uint8], opened: BufferedReader | None = None) -> None:
         """Read values from the `first` on into a contiguous tensor of any dtype and device.
 
         safetensors' own `get_slice` maps the file, and the system then reads far ahead: nearly the whole file, where
@@ -57,12 +58,13 @@ class StoredWeight:
 
         Args:
             buffer: bytes to read through.
+            opened: the file, where it is read more than once.
 
         Raises:
             OSError: if the file cannot be read, or has become shorter.
         """
         size = self.stored.itemsize
-        with open(self.file, "rb") as file:
+        with nullcontext(opened) if opened else open(self.file, "rb") as file:
             if hasattr(os, "posix_fadvise"):  # not on macOS
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             file.seek(self.start + first * size)

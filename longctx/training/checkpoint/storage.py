@@ -11,6 +11,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from io import BufferedReader
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -134,7 +135,8 @@ class StateReader:
         """
         self.folder, self.parameters, self.last_step = folder, parameters, last_step
         self._open: dict[Path, safe_open] = {}
-        self._stored: dict[Path, dict[str, StoredWeight]] = {}
+        self._stored: dict[Path, tuple[BufferedReader, dict[str, StoredWeight]]] = {}
+        self._buffer = np.empty(BLOCK_BYTES, dtype=np.uint8)
         self._weight_map: dict[str, str] | None = None
         with damage_named(folder / INDEX):
             index = json.loads((folder / INDEX).read_text())
@@ -201,14 +203,15 @@ class StateReader:
         with damage_named(path):
             if path not in self._stored:
                 self._file(path)  # which checks the header
-                self._stored[path] = dict(stored_in(path))
-            found = self._stored[path][piece.name]
+                self._stored[path] = path.open("rb"), dict(stored_in(path))
+            file, stored = self._stored[path]
+            found = stored[piece.name]
             if found.shape != piece.shape or found.kind not in _DTYPES:
                 raise ValueError(
                     f"{piece.name} is of type {found.kind} and shape {list(found.shape)}, expected {list(piece.shape)} "
                     f"of {', '.join(_DTYPES)}"
                 )
-            found.read(piece.start, target, np.empty(BLOCK_BYTES, dtype=np.uint8))
+            found.read(piece.start, target, self._buffer, file)
             check_values(WEIGHT, target, name=piece.name, path=path)
 
     def _model_file(self, name: str) -> Path:
