@@ -219,7 +219,8 @@ COMPUTED = {
 NOT_SHRINKING = """\
 Some figures do not shrink with more ranks:
 
-- In a save, the whole model passes through each rank, tensor by tensor, and its files are written one after the other.
+- In a save, the whole model passes through each rank, tensor by tensor, and the ranks of the first node write most of
+  its files.
 - Every rank that resumes reads index.json and longctx.json, which grow with the ranks that wrote them.
 - Before a start on several nodes, one rank digests the model's files; the next start takes its digest from the cache.
 - DeepSeek-V3 is a type whose weights are converted: rank 0 reads all of them and holds them in fp32, and a checkpoint

@@ -349,8 +349,8 @@ def seconds(model: Model, num_ranks: int, written: Sequence[int], speed: Bandwid
 
     - Start: rank 0 digests the model's files where there are several nodes or files hold what is not trained (once: the
       digests are kept), and ranks read their rows, or rank 0 all of them.
-    - Save: files of weights are written one after the other, since a rank that writes one takes part in gathering the
-      next only then. All ranks write their states at once.
+    - Save: ranks write files of weights in turn, each while the others gather theirs, so that the first node has most.
+      Then all ranks write their states at once.
     - Resume: ranks share the digests of all files, and read what they need.
 
     Args:
@@ -360,9 +360,11 @@ def seconds(model: Model, num_ranks: int, written: Sequence[int], speed: Bandwid
     is_digested = num_ranks > NODE or model.has_buffers
     first = sum(elements(model, rank, num_ranks) for rank in range(min(NODE, num_ranks)))  # of a node
     states = speed.of(sum(written), sum(written[:NODE]))
+    files = [4 * sum(prod(model.shapes[name]) for name in file) for file in model.files]
+    most = sum(size for number, size in enumerate(files) if number % num_ranks < NODE)
     checked = weights + sum(written)
     return [
         speed.of(whole, whole) * is_digested + speed.of(whole, whole if model.is_converted else 2 * first),
-        speed.of(weights, weights) + states,
+        speed.of(weights, most) + states,
         speed.of(checked, checked * min(NODE, num_ranks) / num_ranks) + speed.of(12 * model.numel, 12 * first),
     ]
