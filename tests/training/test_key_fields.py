@@ -145,9 +145,9 @@ MAY_CHANGE = {
         "logging_strategy logging_steps logging_first_step logging_nan_inf_filter log_on_each_node "
         "log_level log_level_replica disable_tqdm skip_memory_metrics report_to run_name project trackio_space_id "
         "trackio_bucket_id trackio_static_space_id save_strategy save_steps save_total_limit save_only_model "
-        "save_on_each_node resume_from_checkpoint push_to_hub hub_token hub_private_repo hub_model_id hub_strategy "
-        "hub_always_push hub_revision debug include_num_input_tokens_seen profile profile_steps prepare_only dry_run "
-        "explain"
+        "save_async save_on_each_node resume_from_checkpoint push_to_hub hub_token hub_private_repo hub_model_id "
+        "hub_strategy hub_always_push hub_revision debug include_num_input_tokens_seen profile profile_steps "
+        "prepare_only dry_run explain"
     ),
     "trusting code changes none": "trust_remote_code",
     "weights are the checkpoint's, and an adapter's base is known by its files": "model_revision",

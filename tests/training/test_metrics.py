@@ -171,19 +171,16 @@ def test_peak_memory_of_four_ranks_on_two_nodes() -> None:
     assert peak.of_fullest_node(4) == (4 + 3 + 1 + 2) * GIB
 
 
-@pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_tokens_of_experts_are_gone_on_with_once(rank, is_old):
-    """Two routers of four experts, on two ranks; earlier releases kept the counts of each rank."""
+def test_tokens_of_experts_are_gone_on_with_once(rank):
+    """Two routers of four experts, on two ranks."""
     config = Qwen3MoeConfig(**tiny_config().to_dict() | EXPERTS | {"num_hidden_layers": 2})
     routers = install_routers(Qwen3MoeForCausalLM(config))
     settings = {"config": config, "flops_per_token": 1, "device": torch.device("cpu"), "routers": routers}
     metrics = StepMetrics(sp=1, sp_rank=0, **settings)
-    loads, shares = [[*range(8)], [2.0] * 8], [[0.5, 0.25], [1.5, 0.75]]
-    states = [{"total_tokens": 0, "longest_row": 0, "sums": [0.0] * 7} for _ in loads]
-    for state, load, share in zip(states, loads, shares, strict=True):
-        state |= {"experts": [*load, *share]} if is_old else {"aux_loss": share}
-    expert_load = [] if is_old else [[2, 3, 4, 5], [6, 7, 8, 9]]
+    shares = [[0.5, 0.25], [1.5, 0.75]]
+    states = [{"total_tokens": 0, "longest_row": 0, "sums": [0.0] * 7, "aux_loss": share} for share in shares]
+    expert_load = [[2, 3, 4, 5], [6, 7, 8, 9]]
     metrics.load_state_dicts(states, expert_load, rank=rank)
     experts = metrics.experts
     assert experts.load.tolist() == ([[2, 3, 4, 5], [6, 7, 8, 9]] if rank == 0 else [[0] * 4] * 2)
