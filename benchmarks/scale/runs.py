@@ -202,14 +202,14 @@ class _Meter:
     def _count_rows(self, stored: Any) -> None:
         read = stored.read
 
-        def count(weight: Any, first: int, into: Any, buffer: Any) -> None:
-            read(weight, first, into, buffer)
+        def count(weight: Any, first: int, into: Any, *buffer_and_file: Any) -> None:
+            read(weight, first, into, *buffer_and_file)
             self.asked += into.numel() * weight.stored.itemsize
 
         stored.read = count
 
     def _call(self, name: str, result: Any) -> None:
-        if threading.current_thread() is threading.main_thread():  # not the watchdog
+        if threading.current_thread() is threading.main_thread():  # not what watches other ranks
             self.calls[name] += 1
             self.received += len(result) if isinstance(result, bytes) else 0
 
