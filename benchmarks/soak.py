@@ -49,6 +49,7 @@ LAYOUTS = {
     "ring": (2, RING),
     "ulysses": (2, ULYSSES),
     "stream": (2, (*RING, "--dataset_streaming", "True")),
+    "ring, saved later": (2, (*RING, "--save_async", "True")),
     "ring of 4": (4, RING),
     "ulysses of 4": (4, ULYSSES),
 }
