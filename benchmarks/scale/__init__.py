@@ -15,6 +15,7 @@ files of weights and of 2 GiB for files of states, so that a small model has sev
 `measured` is of the rank that has most, unless the row names ranks, and `computed` is what the formulas of
 benchmarks/scale/formulas.py give for the same model. Counts and sizes of files may differ by 2%, longctx.json, which
 has seconds of each rank in decimals, by 15%, and memory by 15% and 8 MiB; what differs by more is marked with **!**.
-Seconds are computed from the speed of the disk that was measured before the runs, and say nothing of the processor's
-work: where a run takes more than 15% longer, the row says `slower`, and `faster` where files are still in memory.
+Computed seconds are those of reading and writing files, at the speed of the disk that was measured before the runs.
+Computation is left out. A row is marked `slower` if the run took over 15% longer than that, and `faster` if it took
+less time, which happens where files are still in memory.
 """

@@ -41,7 +41,7 @@ RESUMED_BY = {8: (2,), 48: (12,)}
 """Ranks that wrote a checkpoint -> others that resume from it, too."""
 COMPUTED_RANKS = (8, 64, 256, 1024)
 STORED_FILE = 5 * 10**9
-"""Bytes of a file of the weights to start from."""
+"""Assumed size in bytes of each file of the weights that a run starts from."""
 
 
 class Row(NamedTuple):
@@ -54,7 +54,7 @@ class Row(NamedTuple):
     """None for what no formula gives."""
     unit: str = "bytes"
     tolerance: float = COUNTS
-    """Of bytes and counts; memory and seconds have another."""
+    """Relative difference above which a row of bytes or counts is marked. Memory and seconds use MEMORY."""
 
     @property
     def differs(self) -> bool:
@@ -108,7 +108,8 @@ def first_rows(name: str, model: Model, ranks: Sequence[dict[str, Phase]], folde
     yield row("save: files of weights and states", count, sum(len([*chain(*of_rank)]) for of_rank in files), "")
     yield row("save: gathered through each rank", _most(saving, "gathered"), 4 * model.numel)
     begun = [(moment, n) for p in saving for times in p.writing for moment, n in zip(times, (1, -1), strict=True)]
-    yield row("save: files of weights being written at once", max(accumulate(n for _, n in sorted(begun))), 1, "")
+    at_once = max(accumulate(n for _, n in sorted(begun)))
+    yield row("save: files of weights being written at once, which depends on time", at_once, None, "")
     hosts = [formulas.host_in_saving(*of_rank) for of_rank in files]
     yield row("save: host memory", _most(saving, "rise"), max(hosts), "MiB")
     for which, at in (("rank 0", [0]), ("another", every[1:])):

@@ -1,4 +1,6 @@
-"""What a rank of FSDP2 reads, writes, keeps in host memory and says when a run starts, saves and resumes, computed.
+"""Formulas for a rank of FSDP2: the bytes that it reads, writes, sends and holds in host memory, and the seconds.
+
+They cover the start of a run, a save and a resume.
 
 Notation: P parameters, R ranks. FSDP2 cuts each parameter along its rows, so that rank r has the r-th of R equal
 chunks, rounded up to whole rows. All sizes are in bytes.
@@ -18,10 +20,11 @@ from typing import Any, NamedTuple
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from longctx.model.files import on_meta
+from longctx.training.checkpoint.storage import FILE_BYTES as STATES_FILE
+from longctx.training.checkpoint.storage import Ranges
+from longctx.training.checkpoint.weights import FILE_BYTES as WEIGHTS_FILE
 from longctx.training.checkpoint.weights import names_kept
 
-WEIGHTS_FILE, STATES_FILE = 5 * 10**9, 2 << 30
-"""Most bytes of a file of weights, unless one layer has more, and of a file of states."""
 NODE = 8
 """Ranks of a node."""
 BUFFER = 4 << 20
@@ -48,9 +51,6 @@ _METRICS = {
 }
 PROGRESS = {"metrics": _METRICS, "has_seen_labels": True, "loss": 0.0, "last_logged": 10, "total_loss": 123.45678901234}
 """What longctx.json says of a rank."""
-
-Ranges = Mapping[str, Mapping[str, list[int]]]
-"""File of states -> name of a parameter -> first element of its range, and the end."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,7 +110,7 @@ class Model:
 
 
 def chunk(shape: tuple[int, ...], rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return the first element of a rank's rows of a parameter, and the end."""
+    """Return the range (start, stop) of a flattened parameter that a rank holds, in elements."""
     rows, width = -(-shape[0] // num_ranks), prod(shape[1:])
     return min(rank * rows, shape[0]) * width, min((rank + 1) * rows, shape[0]) * width
 
@@ -147,7 +147,7 @@ def opened_in_loading(model: Model, rank: int, num_ranks: int, *, num_files: int
 
 
 def map_chunks(model: Model, rank: int, num_ranks: int) -> Iterator[tuple[int, int]]:
-    """Yield a rank's ranges in the order of parameters; empty ones as well."""
+    """Yield the range that a rank holds of each parameter, in the order of the parameters. A range may be empty."""
     return (chunk(shape, rank, num_ranks) for shape in model.shapes.values())
 
 
@@ -212,7 +212,7 @@ def states_written(model: Model, ranges: Ranges) -> list[int]:
     return [_states_file(model, held) for held in ranges.values()]
 
 
-def _states_file(model: Model, held: Mapping[str, list[int]]) -> int:
+def _states_file(model: Model, held: Mapping[str, Sequence[int]]) -> int:
     shapes = {
         f"{kind}|{start}|{name}": [] if kind == "step" else [stop - start]
         for name, (start, stop) in held.items()

@@ -115,7 +115,7 @@ def _read_by_calls() -> int:
 
 
 class _Meter:
-    """Wraps the functions of this process in which the phases of a run begin and end."""
+    """Measures each phase of a run in this process, by wrapping the functions with which the phases begin and end."""
 
     def __init__(self, run: Run, launched: float):
         import torch.distributed as dist

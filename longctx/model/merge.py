@@ -36,7 +36,7 @@ _KEYS: dict[str, Any] = {
     **dict.fromkeys(("modules_to_save", "target_parameters"), list[str] | None),
     **dict.fromkeys(("base_model_name_or_path", "revision"), str | None),
 }
-"""The keys of adapter_config.json that a merge follows, with their types."""
+"""Keys of adapter_config.json that affect a merge, with the types that they must have."""
 
 _OF_TRAINING = {"auto_mapping", "eva_config", "inference_mode", "lora_dropout", "megatron_core", "peft_version"}
 _OF_TRAINING |= {"qalora_group_size", "runtime_config"}

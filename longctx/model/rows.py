@@ -99,7 +99,7 @@ def _unreadable_named() -> Iterator[None]:
 
 
 def stored_weights(model: PreTrainedModel, name: str, revision: str | None) -> dict[str, StoredWeight] | None:
-    """Return the tensors of a model's safetensors files by name; None if it has other files.
+    """Return where each stored tensor of a model is, by name, or None if its weights are not in safetensors files.
 
     Raises:
         ValueError: if they hold a weight both with and without the prefix of the model's type.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,13 +82,10 @@ def check_finite(name: str, values: Tensor) -> None:
         )
 
 
-def write_tensors(tensors: Mapping[str, NewTensor], folder: Path, most_bytes: int) -> int:
+def write_tensors(tensors: Mapping[str, NewTensor], folder: Path, most_bytes: int) -> None:
     """Write safetensors files of at most so many bytes of tensors, and their index if there are several.
 
     The library's own writer has all tensors of a file in memory.
-
-    Returns:
-        The number of files.
     """
     split = split_state_dict_into_shards_factory(
         dict(sorted(tensors.items())),
@@ -110,9 +106,6 @@ def write_tensors(tensors: Mapping[str, NewTensor], folder: Path, most_bytes: in
             file.write(len(text).to_bytes(8, "little") + text)
             for key in keys:
                 file.writelines(block.view(torch.uint8).numpy().data for block in tensors[key].blocks())
-            file.flush()
-            os.fsync(file.fileno())
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    return len(split.filename_to_tensors)

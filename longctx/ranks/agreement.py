@@ -36,24 +36,22 @@ class RefusedOnAllRanks(ValueError):
         """Whether this rank reports the reason."""
 
 
-class Channel:
-    """A connection of its own to the process group's store, over which the threads of one kind of all ranks meet.
+def own_channel(name: str) -> dist.Store:
+    """Return a connection of this thread's own to the process group's store, under keys of its own.
 
-    Ranks count their meetings, so a thread may not use the main thread's.
+    Ranks count their meetings, so that a thread may not use the main thread's keys. All ranks give the same name.
     """
-
-    def __init__(self, name: str):
-        self.name = f"{name}/"
-        self.store: dist.Store = dist.HashStore()
-        if dist.is_initialized():
-            self.store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    if not dist.is_initialized():
+        return dist.HashStore()
+    store = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore(f"longctx/{name}", store.clone())  # type: ignore[attr-defined]
 
 
-def on_all_ranks(work: Callable[[], Result], channel: Channel | None = None) -> Result:
+def on_all_ranks(work: Callable[[], Result], channel: dist.Store | None = None) -> Result:
     """Run `work` on all ranks at once, and return when all have finished, however long that takes.
 
     Args:
-        channel: of the thread that calls this, unless it is the main thread.
+        channel: the thread's `own_channel`, where several threads meet.
 
     Raises:
         RefusedOnAllRanks: on every rank once `work` raises ValueError on one; on the other ranks after another error.
@@ -62,7 +60,7 @@ def on_all_ranks(work: Callable[[], Result], channel: Channel | None = None) -> 
     return _meet(work, channel=channel)
 
 
-def gathered_on_first(work: Callable[[], Result], channel: Channel | None = None) -> list[Result]:
+def gathered_on_first(work: Callable[[], Result], channel: dist.Store | None = None) -> list[Result]:
     """Run `work` as `on_all_ranks` does, and return what it returned on every rank, by rank, on rank 0; [] elsewhere.
 
     Args:
@@ -193,7 +191,7 @@ def exit_with_others(seconds: float = LEAVE_SECONDS) -> None:
 
 
 def _meet(
-    work: Callable[[], Any], *, folder: Path | None = None, channel: Channel | None = None, gather: bool = False
+    work: Callable[[], Any], *, folder: Path | None = None, channel: dist.Store | None = None, gather: bool = False
 ) -> Any:
     peers = current_peers()
     if peers is None:
@@ -251,12 +249,11 @@ def _poll(is_over: Callable[[], bool], peers: Peers | None, watched: int | None 
 class _Meeting:
     """The keys of one call in the process group's store. All ranks make the same calls in the same order."""
 
-    def __init__(self, peers: Peers, channel: Channel | None) -> None:
+    def __init__(self, peers: Peers, channel: dist.Store | None) -> None:
         self.peers, self.rank, self.world_size = peers, peers.rank, peers.world_size
-        store = channel.store if channel else dist.distributed_c10d._get_default_store()
-        kind = f"longctx/{channel.name if channel else ''}"
-        number = store.add(f"{kind}calls/{self.rank}", 1)
-        self.store = dist.PrefixStore(f"{kind}{number}", store)
+        store = channel or dist.distributed_c10d._get_default_store()
+        number = store.add(f"longctx/calls/{self.rank}", 1)
+        self.store = dist.PrefixStore(f"longctx/{number}", store)
         self.probe: Path | None = None
         self.group: str | None = None
 

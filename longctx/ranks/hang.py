@@ -1,7 +1,7 @@
-"""Where every rank stands when one of them does not come: OUT/hang/rank-R.txt.
+"""Reports on hangs: while one rank keeps the others waiting, each writes its stacks to OUT/hang/rank-R.txt.
 
-A rank that has not gone on for most of --ddp_timeout writes its stacks to this file, before gloo raises an error in the
-ranks that wait, and before NCCL's watchdog aborts them. The file goes again if the rank goes on.
+A rank does so once it has made no progress for most of --ddp_timeout: before gloo raises an error in the ranks that
+wait, and before NCCL's watchdog aborts them. If the rank makes progress after all, its file is removed.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def fsdp1_ranges(model: nn.Module) -> dict[Tensor, tuple[Sequence[int], int]]:
 
     found: dict[Tensor, tuple[Sequence[int], int]] = {}
     for module in FullyShardedDataParallel.fsdp_modules(model):
-        flat: Any = module._handle and module._handle.flat_param  # type: ignore[truthy-bool]
+        flat: Any = getattr(module._handle, "flat_param", None)
         if flat is not None:
             parts = zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True)
             found |= {part: (shape, info.intra_param_start_idx or 0) for part, shape, info in parts}

@@ -37,7 +37,7 @@ BY_ROWS = {  # ranks, flags, settings of the model, dtype of its files
 
 
 class _Wrapped(Exception):
-    """Raised to end a run once its model is wrapped."""
+    """Ends a run as soon as the engine has wrapped its model."""
 
 
 def shards_of(cases):

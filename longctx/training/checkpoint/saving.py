@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -27,11 +28,11 @@ from trl import SFTConfig
 
 from longctx.ranks.agreement import (
     LEAVE_SECONDS,
-    Channel,
     gather_objects,
     gather_on_first,
     gathered_on_first,
     on_all_ranks,
+    own_channel,
     wait_until,
 )
 from longctx.regions import region
@@ -73,8 +74,14 @@ class SavingMixin(PushingMixin):
     """Trained parameters with NaN or infinite values before training, such as embeddings of unused words."""
 
     @functools.cached_property
-    def _channel(self) -> Channel:
-        return Channel("saving")
+    def _channel(self) -> dist.Store:
+        return own_channel("saving")
+
+    @functools.cached_property
+    def _is_in_model_files(self) -> bool:
+        """Whether the model's files hold all trained weights under their names, so that the ranges need not."""
+        names = trained_shapes(self.model_wrapped).keys()
+        return not hasattr(self.model, "peft_config") and names <= names_kept(self.model)
 
     def layout(self) -> dict[str, Any]:
         """Return the run's degrees, and `sequences_per_step`, which resuming must not change."""
@@ -113,10 +120,10 @@ class SavingMixin(PushingMixin):
             with self._writing(folder) as unfinished:
                 self._as_owner(lambda: make_partial(unfinished))
                 commit = self._begin(folder, unfinished)
-                if not self.save_async:
-                    commit()
             if self.save_async:
-                self._saving = _in_background(lambda: self._commit_later(folder, commit))
+                self._saving = _in_background(commit)
+            else:
+                commit()
             if self.args.push_to_hub:
                 self.finish_saving()
                 self._push(lambda: self._push_from_checkpoint(str(folder)))
@@ -187,9 +194,7 @@ class SavingMixin(PushingMixin):
     def _begin(self, folder: Path, unfinished: Path) -> Callable[[], None]:
         """Write what needs all ranks at once, or copy it to host memory with --save_async, and return the rest."""
         args = self.args
-        shapes = trained_shapes(self.model_wrapped)
-        is_adapter = hasattr(self.model, "peft_config")
-        in_model = not (args.save_only_model or is_adapter) and shapes.keys() <= names_kept(self.model)
+        in_model = not args.save_only_model and self._is_in_model_files
         later: list[Callable[[], None]] = []
 
         def save_later(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
@@ -203,7 +208,7 @@ class SavingMixin(PushingMixin):
         pieces: Iterable[ParameterShard] = ()
         leave_out = [WEIGHT] * in_model
         if not args.save_only_model:
-            manifest = on_all_ranks(lambda: self._manifest(folder.parent, shapes, progress))
+            manifest = on_all_ranks(lambda: self._manifest(folder.parent, progress))
             pieces = self._pieces()
         if self.save_async:
             pieces = [_copied(piece, leave_out) for piece in pieces if not piece.is_copy]
@@ -219,7 +224,7 @@ class SavingMixin(PushingMixin):
                 files[-1].write_text(random)
             return {"files": describe_files(unfinished, files), "ranges": ranges, "kinds": kinds}
 
-        return partial(self._commit, folder, unfinished, write, manifest, self.state.best_model_checkpoint)
+        return partial(self._commit, folder, write, manifest, self.state.best_model_checkpoint)
 
     def _pieces(self) -> Iterator[ParameterShard]:
         """Return this rank's ranges, all with the same kinds of states: a parameter without gradients has none yet."""
@@ -231,7 +236,6 @@ class SavingMixin(PushingMixin):
     def _commit(
         self,
         folder: Path,
-        unfinished: Path,
         write: Callable[[], dict[str, Any]],
         manifest: Manifest | None,
         best: str | None,
@@ -243,42 +247,41 @@ class SavingMixin(PushingMixin):
             manifest: without its files, on rank 0; None with --save_only_model.
         """
         args, channel = self.args, self._channel
-        reports = gathered_on_first(write, channel)
+        with self._writing(folder) as unfinished:
+            reports = gathered_on_first(write, channel)
+            on_all_ranks(lambda: self._describe(unfinished, reports, manifest), channel)
+            on_all_ranks(lambda: self._place(unfinished, folder), channel)
+            if args.should_save:  # once the checkpoint is on all nodes
+                rotate(folder, limit=args.save_total_limit, best=best)
 
-        def describe() -> None:
-            if not self.is_world_process_zero():
-                return
-            if manifest is not None:
-                kinds = {kind: is_scalar for report in reports for kind, is_scalar in report["kinds"].items()}
-                write_index(unfinished, [report["ranges"] for report in reports], kinds, manifest.parameters)
-            known = {name: about for report in reports for name, about in report["files"].items()}
-            own = [path for path in unfinished.rglob("*") if path.is_file() and not path.name.startswith(_OF_RANKS)]
-            known |= describe_files(
-                unfinished, [path for path in own if str(path.relative_to(unfinished)) not in known]
-            )
-            if manifest is None:
-                return
+    def _describe(self, unfinished: Path, reports: list[dict[str, Any]], manifest: Manifest | None) -> None:
+        """Write the index and the manifest on rank 0, once all files are flushed to disk.
+
+        Args:
+            reports: of each rank, what `write` in `_begin` returns.
+        """
+        if not self.is_world_process_zero():
+            return
+        known = {name: about for report in reports for name, about in report["files"].items()}
+        if manifest is not None:
+            kinds = {kind: is_scalar for report in reports for kind, is_scalar in report["kinds"].items()}
+            write_index(unfinished, [report["ranges"] for report in reports], kinds, manifest.parameters)
+        own = [path for path in unfinished.rglob("*") if path.is_file() and not path.name.startswith(_OF_RANKS)]
+        known |= describe_files(unfinished, [path for path in own if str(path.relative_to(unfinished)) not in known])
+        if manifest is not None:
             write_manifest(unfinished, replace(manifest, files=known))
-            if args.save_on_each_node:
-                channel.store.set(f"{channel.name}manifest", (unfinished / MANIFEST).read_text())
+            if self.args.save_on_each_node:
+                self._channel.set("manifest", (unfinished / MANIFEST).read_text())
 
-        def place() -> None:
-            if not args.should_save:
-                return
-            if not args.save_only_model and not self.is_world_process_zero():  # on a node with a disk of its own
-                (unfinished / MANIFEST).write_bytes(channel.store.get(f"{channel.name}manifest"))
-                flush(unfinished / MANIFEST)
-                flush(unfinished)
-            take_place(unfinished, folder)
-
-        on_all_ranks(describe, channel)
-        on_all_ranks(place, channel)
-        if args.should_save:  # once the checkpoint is on all nodes
-            rotate(folder, limit=args.save_total_limit, best=best)
-
-    def _commit_later(self, folder: Path, commit: Callable[[], None]) -> None:
-        with self._writing(folder):
-            commit()
+    def _place(self, unfinished: Path, folder: Path) -> None:
+        """Give the folder its name, on each node that has a folder of its own."""
+        if not self.args.should_save:
+            return
+        if not self.args.save_only_model and not self.is_world_process_zero():  # rank 0 wrote it on another disk
+            (unfinished / MANIFEST).write_bytes(self._channel.get("manifest"))
+            flush(unfinished / MANIFEST)
+            flush(unfinished)
+        take_place(unfinished, folder)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if not self.is_world_process_zero():  # the engines gather the model nowhere else
@@ -301,7 +304,7 @@ class SavingMixin(PushingMixin):
                 self._export_callbacks()
             self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
-    def _manifest(self, output_dir: Path, shapes: dict[str, list[int]], progress: dict[str, Any]) -> Manifest | None:
+    def _manifest(self, output_dir: Path, progress: dict[str, Any]) -> Manifest | None:
         """Return what a checkpoint says of itself, except for its files, on rank 0."""
         if not self.is_world_process_zero():
             return None
@@ -310,7 +313,7 @@ class SavingMixin(PushingMixin):
             step=self.state.global_step,
             layout=self.layout(),
             optimization=optimization_flags(self.args),
-            parameters=shapes,
+            parameters=trained_shapes(self.model_wrapped),
             data=dict(self.data_identity()),
             progress=progress | {"max_steps": self.state.max_steps},
             position=self.stream_read and self.stream_read.position,

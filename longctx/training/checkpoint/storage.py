@@ -36,7 +36,7 @@ _DTYPES = ("F32", "BF16", "F16", "F64")
 _FILE = re.compile(r"states-\d{5}-\d{3}\.safetensors")
 
 Ranges = Mapping[str, Mapping[str, Sequence[int]]]
-"""File -> name of a parameter -> first element of its range, and the end."""
+"""The ranges of a rank, as {file: {parameter: [start, stop]}}, in elements of the flattened parameter."""
 
 
 def write_states(
