@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
 from datetime import datetime
-from functools import partial
 from inspect import signature
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from longctx.data.columns import IGNORE_INDEX
-from longctx.data.encoders import Encoder, mask_prompt
+from longctx.data.encoders import Encoder, mask_prompt, token_ids
 from longctx.data.errors import DataError, name_record
-from longctx.data.kinds import kind_columns, read_chat
+from longctx.data.kinds import ALPACA, kind_columns
+from longctx.data.messages import MASKS, alpaca_pair, is_empty, is_learnt, read_chat, without_nulls
+from longctx.data.rendered import (
+    check_calls,
+    check_messages,
+    left_out,
+    shows_python,
+    with_marked_calls,
+    with_text_arguments,
+)
 from longctx.untrusted.confined import Bounds, OutOfBounds, confined
 from longctx.upstream.transformers_internals import tell_templates_time
 
@@ -36,6 +48,9 @@ FIRST_RECORDS = 8
 
 Of short chats, which take longest to render, rendering all of them twice would cost a third more time.
 """
+
+_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
 
 
 class ChatEncoder(Encoder):
@@ -64,61 +79,82 @@ class ChatEncoder(Encoder):
         """Whether records come from Arrow structs. There, every record has the keys of all records, with null for its
         missing ones."""
 
+    @property
+    def template(self) -> str:
+        """The template that is rendered; the default one, of several."""
+        template = self.chat_template or self.tokenizer.chat_template
+        return str(template.get("default", "") if isinstance(template, dict) else template)
+
     def tell_time(self, now: datetime) -> None:
         """Let the template take this for the present. What it can show of the time becomes part of the options."""
-        template = str(self.chat_template or self.tokenizer.chat_template)
-        if "strftime_now" in template:
-            self.now, self.times = now, _times_shown(template, now)
+        if "strftime_now" in self.template:
+            self.now, self.times = now, _times_shown(self.template, now)
 
-    def encode(self, batch: dict[str, list[Any]], indices: Sequence[int]) -> tuple[list, list | None]:
+    def encode(self, batch: dict[str, list[Any]], indices: Any) -> tuple[list, list | None]:
         if self.now is not None:
             tell_templates_time(self.now)
         input_ids, labels = [], []
         for row, index in enumerate(indices):
-            ids, label = self._encode_one({column: values[row] for column, values in batch.items()}, index)
+            with self._rejection_named(index):
+                ids, label = self._encode_one({column: values[row] for column, values in batch.items()}, index)
             input_ids.append(ids)
             labels.append(label)
         return input_ids, labels if self.masked else None
 
     def _encode_one(self, record: dict[str, Any], index: int) -> tuple[np.ndarray, np.ndarray]:
-        chats = []
-        for column in kind_columns(self.kind):
-            chats.append(self._read(record[column], column, index))
-        options = self._template_options(record, index)
-        out = self._apply([message for chat in chats for message in chat], index, options, self.assistant_only)
-        ids = np.asarray(out["input_ids"], dtype=np.int64)
-        labels = ids
+        where, columns = name_record(index), kind_columns(self.kind)
+        if self.kind == ALPACA:
+            record, columns = alpaca_pair(record, where, as_chat=True), ("prompt", "completion")
+        chats = [self._read(record[column], column, index) for column in columns]
+        if not is_empty(record.get("system")) and self.kind == "conversations":
+            chats[0].insert(0, {"role": "system", "content": record["system"]})
+        chat, options = [message for part in chats for message in part], self._template_options(record, index)
+        chat, text = self._write(chat, index, options)
+        obeyed = self._masks_of_markers()
+        not_learnt = [place for place, message in enumerate(chat) if not is_learnt(message, where, obeyed)]
+        thoughts = [match.span() for match in _EMPTY_THOUGHT.finditer(text)]
+        derives = self.assistant_only and not _MARKERS.search(self.template)
+        if not (derives or not_learnt or thoughts or self.gives_turns):
+            (ids,), offsets = token_ids(self.tokenizer, [text], special=False), np.zeros((0, 2), np.int64)
+        else:
+            out = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            ids, offsets = np.asarray(out["input_ids"], np.int64), np.asarray(out["offset_mapping"]).reshape(-1, 2)
+        learnt = np.ones(len(ids), dtype=bool)
         if self.masks_prompt:
-            prompt = self._apply(chats[0], index, {**options, "add_generation_prompt": True}, False)
-            labels = mask_prompt(ids, np.asarray(prompt["input_ids"], dtype=np.int64))
-        if self.assistant_only:
-            mask = np.asarray(out["assistant_masks"], dtype=bool)
-            if not mask.any():
-                raise DataError(
-                    f"{name_record(index)}: assistant_only_loss=True, but none of its {len(ids)} tokens are the "
-                    "assistant's. Remove the record, or check the {% generation %} markers of the template."
-                )
-            labels = np.where(mask, labels, IGNORE_INDEX)
-        return ids, labels
+            asked = self._render(chat[: len(chats[0])], index, options | {"add_generation_prompt": True})
+            (prompt,) = token_ids(self.tokenizer, [asked], special=False)
+            learnt &= mask_prompt(ids, prompt) != IGNORE_INDEX
+        if derives:
+            turns = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
+            spans = [self._turn(chat, place, text, index, options, prompted=True) for place in turns]
+            learnt &= _within(spans, offsets)
+        elif self.assistant_only:
+            learnt &= self._marked(chat, index, options)
+        spans = [self._turn(chat, place, text, index, options, prompted=False) for place in not_learnt]
+        learnt &= ~_within(spans, offsets)
+        if thoughts and not any("<think>" in str(message) for message in chat):
+            self.notes[
+                "{n} tokens of empty <think></think> blocks, which the chat template writes before answers without "
+                "reasoning, are trained on, as in TRL."
+            ] += int((learnt & _within(thoughts, offsets)).sum())
+        if self.gives_turns:
+            ends = [self._turn(chat, place, text, index, options, prompted=False)[1] for place in range(len(chat))]
+            self.turn_ends.append(np.searchsorted(offsets[:, 1], ends, side="right"))
+        return ids, np.where(learnt, ids, IGNORE_INDEX)
 
     def _read(self, value: object, column: str, index: int) -> list[dict[str, Any]]:
-        """Return the messages of a chat, without the null arguments that Arrow adds to calls of tools."""
-        chat = read_chat(value, column, name_record(index))
-        if not self.has_nulls_of_structs:
-            return chat
-        calls = ("tool_calls", "function_call")
-        return [m | {name: _without_nulls(m[name]) for name in calls if m.get(name) is not None} for m in chat]
+        return read_chat(value, column, name_record(index), is_struct=self.has_nulls_of_structs)
 
     def _template_options(self, record: dict[str, Any], index: int) -> dict[str, Any]:
         tools = record.get("tools")
         try:
-            tools = json.loads(tools) if isinstance(tools, str) else tools
+            tools = json.loads(tools) if isinstance(tools, str) and tools else tools
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{name_record(index)}: 'tools' is not JSON ({error}): {str(tools)[:60]!r}. Correct or remove it."
             ) from None
         if self.has_nulls_of_structs:
-            tools = _without_nulls(tools)
+            tools = without_nulls(tools)
         keywords = record.get("chat_template_kwargs") or {}
         if not isinstance(keywords, dict):
             raise DataError(
@@ -130,34 +166,103 @@ class ChatEncoder(Encoder):
                 f"{name_record(index)}: 'chat_template_kwargs' sets {reserved[0]}, which would replace the template or "
                 "cut tokens off. Leave only the variables of the template there."
             )
-        return {"chat_template": self.chat_template, "tools": tools, **keywords}
+        return {"chat_template": self.chat_template, "tools": tools or None, **keywords}
 
-    def _apply(self, chat: list, index: int, options: dict[str, Any], assistant_mask: bool) -> Mapping[str, Any]:
-        """Render a conversation, and tokenise the text.
+    def _write(self, chat: list[dict[str, Any]], index: int, options: dict[str, Any]) -> tuple[list[dict], str]:
+        """Return a conversation as the template takes its calls, and its text, of which nothing is missing unsaid."""
+        marked, calls = with_marked_calls(chat)
+        if calls:
+            try:
+                shown = self._apply(marked, options)
+            except TypeError:  # it joins arguments to a text
+                shown = None
+            if shown is None or shows_python(marked, shown):
+                chat = with_text_arguments(chat)
+                shown = self._apply(with_text_arguments(marked), options)
+            check_calls(calls, shown, name_record(index))
+        text = self._render(chat, index, options)
+        check_messages(chat, self.template, text, name_record(index))
+        self.notes += left_out(chat, options["tools"], self.template, text)
+        return chat, text
 
-        The assistant's tokens are known to `apply_chat_template` alone, which renders once more for them.
-        """
-        from jinja2 import TemplateError
+    def _render(self, chat: list[dict[str, Any]], index: int, options: dict[str, Any]) -> str:
+        """Apply the chat template. Some records are rendered twice: the text may depend on them alone."""
+        rendered = self._apply(chat, options)
+        self._check_again(rendered, index, lambda: self._apply(chat, options))
+        return rendered
 
-        try:
-            text = self._render(chat, index, tokenize=False, **options)
-            marked, calls = _with_marked_calls(chat)
-            shown = self.tokenizer.apply_chat_template(marked, tokenize=False, **options) if calls else text
-            _check_tools(calls, shown, options["tools"], text, index)
-            template = str(options["chat_template"] or self.tokenizer.chat_template)
-            _check_weights(chat, template if self.assistant_only else "", index)
-            _check_roles(chat, template, text, index)
-            if not assistant_mask:
-                return self.tokenizer(text, add_special_tokens=False, verbose=False)
-            out = self._render(
+    def _apply(self, chat: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        return self.tokenizer.apply_chat_template(chat, tokenize=False, **options)  # type: ignore[return-value]
+
+    def _check_again(self, rendered: Any, index: int, render: Any) -> None:
+        if (index < FIRST_RECORDS or index % FIRST_RECORDS == 0) and render() != rendered:
+            raise DataError(
+                f"{name_record(index)}: the chat template gives something else each time it is applied, so that ranks, "
+                "or a resumed run, would train on different data. Use a template (--chat_template_path) that leaves "
+                "nothing to chance: without the filter 'random', for example."
+            )
+
+    def _marked(self, chat: list[dict[str, Any]], index: int, options: dict[str, Any]) -> NDArray[np.bool_]:
+        """Return which tokens stand between the template's generation markers, [tokens]."""
+
+        def mask() -> list[int]:
+            out = self.tokenizer.apply_chat_template(
                 chat,
-                index,
                 tokenize=True,
                 return_dict=True,
-                return_assistant_tokens_mask=assistant_mask,
+                return_assistant_tokens_mask=True,
                 tokenizer_kwargs={"verbose": False},
                 **options,
             )
+            return out["assistant_masks"]  # type: ignore[index, return-value]
+
+        marked = mask()
+        self._check_again(marked, index, mask)
+        return np.asarray(marked, dtype=bool)
+
+    def _masks_of_markers(self) -> list[str]:
+        """Return the masks of messages that decide where the template writes its generation markers."""
+        code = re.sub(r"\{#.*?#\}", "", self.template, flags=re.DOTALL)
+        if not (self.assistant_only and _MARKERS.search(code)):
+            return []
+        return [name for name in MASKS if re.search(rf"\.{name}\b|['\"]{name}['\"]", code)]
+
+    def _turn(
+        self, chat: list[dict[str, Any]], place: int, text: str, index: int, options: dict[str, Any], *, prompted: bool
+    ) -> tuple[int, int]:
+        """Return the first character of a message's turn in the text of the conversation, and the end.
+
+        The text must begin with that of the messages before the turn, and with that of the messages up to its end.
+
+        Args:
+            prompted: whether the turn begins after the generation prompt, which the model does not write.
+
+        Raises:
+            DataError: for a template that writes a turn differently if others follow, or after another prompt.
+        """
+        ends = []
+        for stop, prompt in ((place, prompted), (place + 1, False)):
+            before = self._apply(chat[:stop], options | {"add_generation_prompt": prompt}) if stop or prompt else ""
+            if not text.startswith(before):
+                same = next(at for at, character in enumerate(before) if text[at : at + 1] != character)
+                raise DataError(
+                    f"{name_record(index)}: the chat template writes {before[same : same + 30]!r} where "
+                    f"{'an answer is asked for' if prompt else 'the chat ends'} after message {stop - 1} (counted from "
+                    f"0), and {text[same : same + 30]!r} in the whole chat, so that the tokens of message {place} "
+                    "cannot be told apart. Put the assistant's turn, with its end-of-turn token, between "
+                    "{% generation %} and {% endgeneration %}, write each turn in the same way wherever it stands, and "
+                    "pass the template with --chat_template_path."
+                )
+            ends.append(len(before))
+        return ends[0], ends[1]
+
+    @contextmanager
+    def _rejection_named(self, index: int) -> Iterator[None]:
+        """Name the record in what a template raises."""
+        from jinja2 import TemplateError
+
+        try:
+            yield
         except DataError:
             raise
         except (
@@ -172,20 +277,52 @@ class ChatEncoder(Encoder):
             raise DataError(
                 f"{name_record(index)}: the chat template rejects its messages ({e}). Correct or remove it."
             ) from e
-        assert isinstance(out, Mapping), f"apply_chat_template(return_dict=True) gave {type(out).__name__}"
-        return out
 
-    def _render(self, chat: list, index: int, **options: Any) -> Any:
-        """Apply the chat template. Some records are rendered twice: the text may depend on them alone."""
-        render = partial(self.tokenizer.apply_chat_template, chat, **options)
-        rendered = render()
-        if (index < FIRST_RECORDS or index % FIRST_RECORDS == 0) and render() != rendered:
+    def warn_if_nothing_ends_a_turn(self) -> None:
+        """Say if the model does not learn to stop: if no special token that is learnt ends the assistant's turn."""
+        probe = copy(self)
+        probe.kind, probe.masks_prompt, probe.gives_turns, probe.notes = "messages", False, False, Counter()
+        chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "longctx_answer"}]
+
+        def endings() -> tuple[bool, bool]:
+            ids, labels = probe.encode({"messages": [chat]}, [FIRST_RECORDS + 1])
+            text, added = self._apply(chat, {"chat_template": self.chat_template}), self.tokenizer.get_added_vocab()
+            answered = text[: text.rindex("longctx_answer") + len("longctx_answer")]
+            stop = len(token_ids(self.tokenizer, [answered], special=False)[0])
+            ends = np.isin(ids[0][stop:], [*added.values(), self.tokenizer.eos_token_id])
+            learnt = labels[0][stop:] != IGNORE_INDEX if labels else ends
+            return bool(ends.any()), bool((ends & learnt).any())
+
+        try:
+            has_end, learns_it = confined(endings, Bounds.of_text(0))
+        except OutOfBounds as error:
             raise DataError(
-                f"{name_record(index)}: the chat template gives something else each time it is applied, so that ranks, "
-                "or a resumed run, would train on different data. Use a template (--chat_template_path) that leaves "
-                "nothing to chance: without the filter 'random', for example."
+                f"the chat template cannot be rendered: {error}. Use another one (--chat_template_path)."
+            ) from error
+        except Exception:  # a template may reject this chat and no other
+            return
+        if not has_end:
+            logger.warning(
+                "No special token ends the assistant's turn in the chat template: the model may not learn to stop "
+                "where a chat ends with an answer. Use a template that writes one (--chat_template_path)."
             )
-        return rendered
+        elif not learns_it:
+            logger.warning(
+                "The chat template leaves the assistant's end-of-turn token out of the loss: the model may not "
+                "learn to stop. Move the token into {% generation %} … {% endgeneration %}, or use every token."
+            )
+
+
+def _within(spans: list[tuple[int, int]], offsets: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Return which tokens have a character in one of these spans, [tokens].
+
+    Args:
+        offsets: first character of each token, and the end, [tokens, 2].
+    """
+    inside = np.zeros(len(offsets), dtype=bool)
+    for start, stop in spans:
+        inside |= (offsets[:, 1] > start) & (offsets[:, 0] < stop)
+    return inside if spans else np.zeros(1, dtype=bool)
 
 
 def _times_shown(template: str, now: datetime) -> list[str]:
@@ -195,181 +332,28 @@ def _times_shown(template: str, now: datetime) -> list[str]:
     return [now.isoformat()] if others else [now.strftime(text) for _, text in formats]
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return a JSON value without the keys that hold null, at any depth."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+def turns_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, needs_turns: bool) -> str | None:
+    """Return the template to render with; None for the tokenizer's own.
 
-
-def _with_marked_calls(chat: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return a copy of the conversation in which every call has a unique name, and the tools' names by these names.
-
-    Only unique names show that a call was rendered: a tool's own name can also occur in a question or in the list of
-    tools.
+    Where turns must be told apart and the template has no generation markers, that is TRL's training version of it, if
+    TRL has one.
     """
-    names: dict[str, str] = {}
-
-    def mark(call: Any) -> Any:
-        if not (name := _function_name(call)):
-            return call
-        new = f"longctx_call_{len(names)}_"
-        names[new] = name
-        return call | {"function": call["function"] | {"name": new}} if call.get("function") else call | {"name": new}
-
-    marked = []
-    for message in chat:
-        message = dict(message)
-        if calls := message.get("tool_calls"):
-            message["tool_calls"] = [mark(call) for call in calls]
-        if call := message.get("function_call"):
-            message["function_call"] = mark(call)
-        marked.append(message)
-    return marked, names
-
-
-def _check_tools(calls: dict[str, str], shown: str, tools: Any, text: str, index: int) -> None:
-    """Refuse a template that leaves out tool calls, because the model would not learn them.
-
-    Args:
-        calls: the tools' names by the unique names of their calls, from `_with_marked_calls`.
-        shown: the rendered text with the unique names.
-    """
-    if left_out := [name for mark, name in calls.items() if mark not in shown]:
-        raise DataError(
-            f"{name_record(index)}: the chat template leaves out the call of the tool {left_out[0]!r}. Use a template "
-            "that writes tool_calls (--chat_template_path), or remove the record."
-        )
-    if any(name not in text for name in map(_function_name, tools if isinstance(tools, list) else ())):
-        logger.warning_once("The chat template leaves out the tools that records offer: the model does not see them.")
-
-
-_MARKS = ("weight", "loss", "train", "training")
-"""Fields that say whether a message is trained on: OpenAI's, ms-swift's, and the usual names of axolotl's."""
-
-
-def _check_weights(chat: list[dict[str, Any]], markers: str, index: int) -> None:
-    """Refuse messages with a field that excludes them from training, unless the template reads the field.
-
-    Args:
-        markers: the template, whose generation markers decide what is trained on; empty if all tokens are.
-    """
-    markers = re.sub(r"\{#.*?#\}", "", markers, flags=re.DOTALL)
-    for message in chat:
-        for mark in _MARKS:
-            value = message.get(mark)
-            if value is None or value == 1 or (value == 0 and re.search(rf"\b{mark}\b", markers)):
-                continue
-            raise DataError(
-                f"{name_record(index)}: a message has '{mark}': {value!r}, which would be ignored. To leave it out of "
-                "the loss, use --assistant_only_loss and a template whose generation markers read the field. "
-                "Otherwise remove the field."
-            )
-
-
-_USUAL_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
-_USUAL_ROLES |= {"function_call": "assistant", "observation": "tool"}
-"""Roles of ShareGPT's and similar formats, in lower case, and the roles of templates that they stand for."""
-
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-def _check_roles(chat: list[dict[str, Any]], template: str, text: str, index: int) -> None:
-    """Refuse roles of other formats that the template does not name, and messages that it does not render.
-
-    Answers and tools' results are not searched for, because templates may cut off the reasoning of an answer and
-    reformat a result.
-    """
-    position = 0
-    for message in chat:
-        role, content = message.get("role"), message.get("content")
-        usual = None if role in _ROLES else _USUAL_ROLES.get(str(role).lower(), str(role).lower())
-        if usual in _ROLES and str(role) not in template:
-            raise DataError(
-                f"{name_record(index)}: the chat template does not know the role '{role}'. Call it '{usual}', or use a "
-                "template that knows it (--chat_template_path)."
-            )
-        parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-        if parts and str(content) in text:
-            raise DataError(
-                f"{name_record(index)}: the chat template does not know messages of several parts, and would write "
-                f"{str(content)[:60]!r} into the text. Write the content as a string, or use another template "
-                "(--chat_template_path)."
-            )
-        said = content.rpartition("</think>")[2].strip() if isinstance(content, str) else ""
-        if role == "assistant" and message.get("tool_calls") and said not in text:
-            logger.warning_once("The chat template leaves out the text of answers beside their tool calls.")
-        if role in ("assistant", "tool"):
-            continue
-        texts = [content] if isinstance(content, str) else [part.get("text") for part in parts]
-        for said in (written.strip() for written in texts if isinstance(written, str)):
-            found = text.find(said, position)  # messages mostly follow each other, so that this is linear
-            position = text.find(said) if found < 0 else found
-            if position < 0:
-                raise DataError(
-                    f"{name_record(index)}: the chat template leaves out a message of the role '{role}': "
-                    f"{said[:60]!r}. Use a template that writes it (--chat_template_path), or remove the message."
-                )
-
-
-def _function_name(tool: Any) -> str:
-    function = tool.get("function") or tool if isinstance(tool, dict) else {}
-    return str(function.get("name", "")) if isinstance(function, dict) else ""
-
-
-def training_template(
-    tokenizer: PreTrainedTokenizerBase, chat_template: str | None, assistant_only: bool
-) -> str | None:
-    """Return the template to render with, with generation markers if needed; None for the tokenizer's own."""
     template = chat_template or tokenizer.chat_template
     if not template:
         raise DataError(
             "the tokenizer has no chat template, and the records are conversations. Use a chat model's "
             "tokenizer, or pass a template with --chat_template_path."
         )
-    if not assistant_only:
+    text = template.get("default", "") if isinstance(template, Mapping) else template
+    if not needs_turns or _MARKERS.search(text):
         return chat_template
-    text = template.get("default", "") if isinstance(template, dict) else template
-    if re.search(r"\{%-?\s*generation\s*-?%\}", text) is None:
-        chat_template = _known_training_template(tokenizer, chat_template)
-    _warn_if_stop_token_is_masked(tokenizer, chat_template)
-    return chat_template
-
-
-def _known_training_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> str:
-    """TRL's version, with generation markers, of a template that has none."""
     from trl.chat_template_utils import get_training_chat_template
 
     given = tokenizer.chat_template
     try:
         tokenizer.chat_template = chat_template or given
-        template = get_training_chat_template(tokenizer)
-        assert template is not None, "a template without markers needs patching"
-        return template
-    except ValueError:
-        pass
+        return get_training_chat_template(tokenizer)
+    except ValueError:  # it knows none
+        return chat_template
     finally:
         tokenizer.chat_template = given
-    raise DataError(
-        "assistant_only_loss=True needs a chat template with {% generation %} markers; this one has none and "
-        "TRL knows no training version of it. Put the assistant's turn (with its end-of-turn token) between "
-        "{% generation %} and {% endgeneration %} and pass the template with --chat_template_path."
-    )
-
-
-def _warn_if_stop_token_is_masked(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
-    from trl.chat_template_utils import is_chat_template_stop_token_trained
-
-    try:
-        is_trained = confined(
-            lambda: is_chat_template_stop_token_trained(tokenizer, chat_template=chat_template), Bounds.of_text(0)
-        )
-    except OutOfBounds as error:
-        raise DataError(
-            f"the chat template cannot be rendered: {error}. Use another one (--chat_template_path)."
-        ) from error
-    if not is_trained:
-        logger.warning(
-            "The chat template leaves the assistant's end-of-turn token out of the loss: the model may not "
-            "learn to stop. Move the token into {% generation %} … {% endgeneration %}, or use every token."
-        )

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from longctx.data.errors import DataError
 
 INPUT_IDS = "input_ids"
+TURN_ENDS = "turn_ends"
+"""Column of where the turns of a chat end: it has a value for each turn, and not for each token."""
 
 IGNORE_INDEX = -100
 """Label of a token that is no target of the loss."""
@@ -177,7 +179,9 @@ def token_columns(table: pa.Table, names: list[str] | None = None) -> dict[str, 
                 "the data set has a column 'seq_lengths', so it is packed already; use its sequences as they are, "
                 "or remove the column to pack them as single documents"
             )
-        names = [name for name in table.column_names if is_token_type(table.schema.field(name).type)]
+        names = [
+            name for name in table.column_names if is_token_type(table.schema.field(name).type) and name != TURN_ENDS
+        ]
     for name in names:
         if name not in table.column_names or not is_token_type(table.schema.field(name).type):
             raise DataError(

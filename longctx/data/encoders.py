@@ -5,21 +5,29 @@ Chats are in chat.py; `Dataset.map` calls an encoder with the records' numbers.
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from longctx.data.columns import IGNORE_INDEX, list_array
+from longctx.data.columns import IGNORE_INDEX, TURN_ENDS, list_array
 from longctx.data.errors import DataError, name_record
-from longctx.data.kinds import MASKS, check_text, kind_columns
+from longctx.data.kinds import ALPACA, MASKS, kind_columns
+from longctx.data.messages import alpaca_pair, check_text
 from longctx.untrusted.confined import Bounds, Confined
 
 logger = logging.get_logger(__name__)
+
+NOTES = "notes"
+"""Column of what is to be said of the documents."""
 
 _INT32_MAX = np.iinfo(np.int32).max
 _CHARACTERS_AT_A_TIME = 1 << 20
@@ -44,6 +52,12 @@ class Encoder:
     vocab_size: int | None = None
     runs = "tokenizer"
     """The code of unknown origin that `encode` runs, for error messages."""
+    notes: Counter[str]
+    """What `encode` has to say of its records, in sentences with `{n}` for a number."""
+    gives_turns = False
+    """Whether the documents have `turn_ends`, which only those of conversations can have."""
+    turn_ends: list[np.ndarray]
+    """Where the turns of each document end, if `--overlong turns` asks for it: tokens before the end, int [turns]."""
     _process: Confined | None = None
 
     def options(self) -> dict[str, Any]:
@@ -56,15 +70,35 @@ class Encoder:
         raise NotImplementedError
 
     def __call__(self, batch: dict[str, list[Any]], indices: Sequence[int], first_record: int = 0) -> pa.Table:
-        """Documents of a batch; `indices` are the records' numbers in a part that begins with `first_record`."""
+        """Documents of a batch; `indices` are the records' numbers in a part that begins with `first_record`.
+
+        The first document has all notes of the batch, as JSON in the column `notes`; see `take_notes`.
+        """
         indices = [first_record + index for index in indices]
-        encode = self.encode if self.tokenizer is None else self._encode_confined
-        input_ids, labels = encode(batch, indices)
+        input_ids, labels, notes, turn_ends = self._noted(batch, indices)
         for ids, index in zip(input_ids, indices, strict=True):
             if len(ids) == 0:
                 raise DataError(f"{name_record(index)}: 'input_ids' is empty, 0 tokens. Remove the record.")
+        notes["No token is learnt of {n} of the documents, which are kept, as in TRL."] += sum(
+            len(row) > 1 and bool((row[1:] == IGNORE_INDEX).all()) for row in labels or ()
+        )
+        said = json.dumps({note: number for note, number in sorted(notes.items()) if number})
         columns = {"input_ids": input_ids} | ({} if labels is None else {"labels": labels})
-        return pa.table({name: self._list_array(rows, name, indices) for name, rows in columns.items()})
+        arrays = {name: self._list_array(rows, name, indices) for name, rows in columns.items()}
+        if turn_ends:
+            ends = np.cumsum([0, *map(len, turn_ends)])
+            arrays[TURN_ENDS] = list_array(ends, pa.array(np.concatenate(turn_ends).astype(np.int32)))
+        return pa.table(arrays | {NOTES: pa.array([said if said != "{}" else None] + [None] * (len(indices) - 1))})
+
+    def _noted(self, batch: Any, indices: Sequence[int]) -> tuple[list, list | None, Counter[str], list[np.ndarray]]:
+        """Return token ids, labels, notes and ends of turns of these records."""
+        if self.tokenizer is not None:
+            return self._encode_confined(batch, indices)
+        return self._encode_here(batch, indices)
+
+    def _encode_here(self, batch: Any, indices: Sequence[int]) -> tuple[list, list | None, Counter[str], list]:
+        self.notes, self.turn_ends = Counter(), []
+        return *self.encode(batch, indices), self.notes, self.turn_ends
 
     def _list_array(self, rows: Sequence[np.ndarray], column: str, indices: Sequence[int]) -> pa.ListArray:
         """Return rows of integers as an Arrow list<int32> array [num_rows], after a check of their values."""
@@ -97,29 +131,31 @@ class Encoder:
             "Tokenise with this model's tokenizer" + (", and mask labels with -100." if column == "labels" else ".")
         )
 
-    def _encode_confined(self, batch: Mapping[str, list[Any]], indices: Sequence[int]) -> tuple[list, list | None]:
-        """Return the result of `encode`, made in another process, about a million characters at a time."""
+    def _encode_confined(self, batch: Mapping[str, list[Any]], indices: Sequence[int]) -> Any:
+        """Return the result of `_encode_here`, made in another process, about a million characters at a time."""
         input_ids: list[np.ndarray] = []
         labels: list[np.ndarray] = []
+        notes: Counter[str] = Counter()
+        turn_ends: list[np.ndarray] = []
         columns = {name: list(batch[name]) for name in batch}
         sizes = [sum(map(_characters, record)) for record in zip(*columns.values(), strict=True)]
         for part in _spans(sizes, _CHARACTERS_AT_A_TIME):
             values = {name: column[part] for name, column in columns.items()}
-            more_ids, more_labels = self._encode_part(values, indices[part], sizes[part])
-            input_ids += more_ids
-            labels += more_labels or []
-        return input_ids, labels if self.masked else None
+            for more_ids, more_labels, more_notes, more_ends in self._encode_part(values, indices[part], sizes[part]):
+                input_ids += more_ids
+                labels += more_labels or []
+                notes += more_notes
+                turn_ends += more_ends
+        return input_ids, labels if self.masked else None, notes, turn_ends
 
-    def _encode_part(
-        self, batch: dict[str, list[Any]], indices: Sequence[int], sizes: list[int]
-    ) -> tuple[list, list | None]:
+    def _encode_part(self, batch: dict[str, list[Any]], indices: Sequence[int], sizes: list[int]) -> Iterator[Any]:
         """Encode some records. If that fails, try each one alone and name the one that fails.
 
         Args:
             sizes: Characters of each record.
         """
         try:
-            return self.start().call(Bounds.of_text(sum(sizes)), batch, indices)
+            encoded = self.start().call(Bounds.of_text(sum(sizes)), batch, indices)
         except DataError:
             raise
         except Exception as error:
@@ -129,11 +165,11 @@ class Encoder:
                     f"{name_record(indices[0])}: the {self.runs} cannot encode it: {error}. Shorten or remove the "
                     f"record, or use another {self.runs}."
                 ) from error
-        parts = [
-            self._encode_part({name: [column[row]] for name, column in batch.items()}, [index], [size])
-            for row, (index, size) in enumerate(zip(indices, sizes, strict=True))
-        ]
-        return [ids for part, _ in parts for ids in part], [ids for _, part in parts for ids in part or ()]
+        else:
+            yield encoded
+            return
+        for row, (index, size) in enumerate(zip(indices, sizes, strict=True)):
+            yield from self._encode_part({name: [column[row]] for name, column in batch.items()}, [index], [size])
 
     def start(self) -> Confined:
         """Start the process that encodes, unless it runs already.
@@ -141,7 +177,7 @@ class Encoder:
         A fork keeps a copy of every page that this process writes to later, so it is best made before weights are read.
         """
         if self._process is None or not self._process.is_ours:
-            self._process = Confined(self.encode)
+            self._process = Confined(self._encode_here)
         return self._process
 
     def close(self) -> None:
@@ -161,32 +197,93 @@ class TextEncoder(Encoder):
     tokenizer: PreTrainedTokenizerBase
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kind: str, masks_prompt: bool) -> None:
-        if tokenizer.eos_token is None:
+        if not tokenizer.eos_token:
             raise DataError("the tokenizer has no EOS token, which must end every document. Name one with --eos_token.")
         self.tokenizer = tokenizer
         self.kind = kind
         self.masked = masks_prompt
 
     def encode(self, batch: dict[str, list[Any]], indices: Sequence[int]) -> tuple[list, list | None]:
-        for column in kind_columns(self.kind):
+        if self.kind == ALPACA:
+            records = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+            made = [alpaca_pair(r, name_record(i), as_chat=False) for r, i in zip(records, indices, strict=True)]
+            batch = {column: [pair[column] for pair in made] for column in ("prompt", "completion")}
+        for column in batch if self.kind == ALPACA else kind_columns(self.kind):
             for value, index in zip(batch[column], indices, strict=True):
                 check_text(value, column, name_record(index))
-        if self.kind != "prompt+completion":
-            return self._tokenize([self._end(text) for text in batch[self.kind]]), None
+        if "prompt" not in batch:
+            return self._tokenize(batch[self.kind]), None
         pairs = list(zip(batch["prompt"], batch["completion"], strict=True))
-        input_ids = self._tokenize([prompt + self._end(completion) for prompt, completion in pairs])
+        input_ids = self._tokenize([prompt + completion for prompt, completion in pairs])
         if not self.masked:
             return input_ids, None
-        prompts = self._tokenize([prompt for prompt, _ in pairs])
+        prompts = self._tokenize([prompt for prompt, _ in pairs], ends=False)
         return input_ids, [mask_prompt(ids, prompt) for ids, prompt in zip(input_ids, prompts, strict=True)]
 
-    def _end(self, text: str) -> str:
-        eos_token = str(self.tokenizer.eos_token)
-        return text if text.endswith(eos_token) else text + eos_token
+    def _tokenize(self, texts: list[str], *, ends: bool = True) -> list[np.ndarray]:
+        """Return the tokens of texts, with the BOS token once if the tokenizer adds it.
 
-    def _tokenize(self, texts: list[str]) -> list[np.ndarray]:
-        encoded = self.tokenizer(texts, verbose=False, return_attention_mask=False, return_token_type_ids=False)
-        return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+        Args:
+            ends: whether an EOS token, one, ends each; a prompt has none but its own.
+        """
+        eos, bos = str(self.tokenizer.eos_token), self.tokenizer.bos_token
+        ended = [text if text.endswith(eos) or not ends else text + eos for text in texts]
+        made = []
+        for text, given, ids in zip(ended, texts, token_ids(self.tokenizer, ended), strict=True):
+            has_bos = bos is not None and given.startswith(str(bos))
+            starts_twice = has_bos and bool((ids[:2] == self.tokenizer.bos_token_id).all()) and len(ids) > 1
+            num_eos = next(times for times in count() if not text.endswith(eos * (times + 1)))
+            others = np.flatnonzero(ids != self.tokenizer.eos_token_id)
+            too_many = max(len(ids) - 1 - int(others.max(initial=-1)) - num_eos, 0)
+            made.append(ids[int(starts_twice) : len(ids) - too_many])
+            if ends:
+                self.notes[f"The BOS token {bos!r} already begins {{n}} of the texts, which have it once."] += (
+                    starts_twice
+                )
+                self.notes[f"The EOS token {eos!r} already ends {{n}} of the texts, which have it once."] += (
+                    given.endswith(eos)
+                )
+        return made
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool = True) -> list[np.ndarray]:
+    """Return the tokens of each text, int64 [tokens].
+
+    Args:
+        special: whether the tokenizer adds its special tokens, such as BOS.
+    """
+    encoded = tokenizer(
+        texts, add_special_tokens=special, verbose=False, return_attention_mask=False, return_token_type_ids=False
+    )
+    return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+
+
+def warn_of_eos(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Say if the EOS token is none that ends a document: if its text does not become its id, or may be part of one."""
+    eos = str(tokenizer.eos_token or "")
+    ids = token_ids(tokenizer, [eos], special=False)[0].tolist() if eos else []
+    if eos and (ids != [tokenizer.eos_token_id] or eos.isalnum()):
+        logger.warning(
+            f"The EOS token {eos!r} is no special token: its text becomes the tokens {ids[:8]}, and its id is "
+            f"{tokenizer.eos_token_id}. The model may not learn where a document ends. Name another one with "
+            "--eos_token."
+        )
+
+
+def take_notes(documents: Dataset) -> tuple[Dataset, Counter[str]]:
+    """Return documents without the column `notes`, under the same fingerprint, and what the notes sum up to."""
+    notes: Counter[str] = Counter()
+    for said in documents.data.column(NOTES).drop_null().to_pylist():
+        notes.update(json.loads(said))
+    fingerprint, documents = documents._fingerprint, documents.remove_columns([NOTES])
+    documents._fingerprint = fingerprint
+    return documents, notes
+
+
+def say(notes: Mapping[str, int]) -> None:
+    """Log notes with their numbers."""
+    for note, number in notes.items():
+        logger.warning(note.replace("{n}", f"{number:,}"))
 
 
 class PretokenizedEncoder(Encoder):

@@ -26,16 +26,17 @@ from longctx.data.errors import (
     unreadable,
 )
 from longctx.data.kinds import (
+    ALPACA,
     CHECKED_COLUMNS,
     CONVERSATION_EXTRAS,
     PER_TOKEN_COLUMNS,
     TOKENS,
-    check_chat,
-    check_text,
     check_unread_columns,
     kind_columns,
+    optional_columns,
     record_kind,
 )
+from longctx.data.messages import check_chat, check_text
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _INT32_MAX = np.iinfo(np.int32).max
@@ -66,15 +67,14 @@ class JsonRecords:
         check_selection(selected or (), record, may_lack=CONVERSATION_EXTRAS)
         record = self._select(record)
         self.kind = record_kind(_present(record), text_field, self.first_where)
-        self.conversational = self.kind != "input_ids" and any(
-            isinstance(record[column], list) for column in kind_columns(self.kind)
-        )
+        is_chat = any(isinstance(record[column], list) for column in kind_columns(self.kind) if column in record)
+        self.conversational = self.kind == ALPACA or (self.kind != "input_ids" and is_chat)
         self.columns = self._columns_of(record)
 
     def _columns_of(self, record: Mapping[str, Any]) -> tuple[str, ...]:
         if self.kind == "input_ids":
             return tuple(column for column in (*PER_TOKEN_COLUMNS, *CHECKED_COLUMNS) if record.get(column) is not None)
-        return kind_columns(self.kind) + (CONVERSATION_EXTRAS if self.conversational else ())
+        return kind_columns(self.kind) + (optional_columns(self.kind) if self.conversational else ())
 
     @property
     def features(self) -> Features:
@@ -122,7 +122,7 @@ class JsonRecords:
         if not self.conversational:
             check_text(value, column, where)
         else:
-            if column not in CONVERSATION_EXTRAS:
+            if column not in optional_columns(self.kind) and self.kind != ALPACA:
                 check_chat(value, column, where)
             _check_numbers(value, column, where)
         return value

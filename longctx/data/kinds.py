@@ -23,6 +23,9 @@ MASKS = frozenset({"attention_mask", "completion_mask", "assistant_masks"})
 CONVERSATION_EXTRAS = ("tools", "chat_template_kwargs")
 """Columns of chats that go to the chat template."""
 
+_OPTIONAL_COLUMNS = {"conversations": ("system",), "instruction+output": ("input", "system", "history")}
+"""More columns that are read of some kinds, if there are any."""
+
 TOKENS = List(Value("int32"))
 """Type of every per-token column that is written."""
 
@@ -35,23 +38,17 @@ _MEDIA_COLUMNS = ("image", "images", "pixel_values")
 _MEDIA_OF_CHATS = ("video", "videos", "audio", "audios")
 """More such columns, which are refused beside chats and prompts. Plain text may be the transcript of a recording."""
 
-_MEDIA_PARTS = frozenset(f"{before}{of}" for of in ("image", "video", "audio") for before in ("", "input_")) | {
-    "image_url",
-    "video_url",
-    "audio_url",
-}
-"""Types of message parts that are not text, and keys that hold their contents."""
-
-_MEDIA_OF_MESSAGES = _MEDIA_PARTS | {"images", "videos", "audios"}
-"""Keys of a message that hold media, outside its content."""
-
 _REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 """Columns of preferences in which TRL expects log-probabilities of the reference model."""
 
 _TOKEN_WEIGHTS = ("loss_mask", "loss_scale", "loss_weights", "token_weights")
 """Columns that weight the tokens of pre-tokenised records."""
 
+ALPACA = "instruction+output"
+"""Alpaca's records, which are prompts and completions."""
+
 _COMPOSITE_KINDS = {
+    ALPACA: ("instruction", "output"),
     "prompt+completion": ("prompt", "completion"),
     "prompt+chosen+rejected": ("prompt", "chosen", "rejected"),
     "chosen+rejected": ("chosen", "rejected"),
@@ -90,6 +87,8 @@ def record_kind(columns: Sequence[str], text_field: str, where: str) -> str:
     for column in ("messages", "conversations", text_field):
         if column in columns:
             return column
+    if "instruction" in columns and "output" in columns:
+        return ALPACA
     if "chosen" in columns and "rejected" in columns:
         raise DataError(
             f"{where}: 'chosen' and 'rejected' answers are preferences, and each record is one document here (SFT). "
@@ -103,8 +102,8 @@ def record_kind(columns: Sequence[str], text_field: str, where: str) -> str:
         )
     raise DataError(
         f"{where}: no known kind of record in the columns {sorted(columns)}; expected '{text_field}', 'messages' "
-        "(or 'conversations'), 'prompt' and 'completion', or 'input_ids' (+ 'labels'). Rename the column or pass "
-        "its name with --dataset_text_field."
+        "(or 'conversations'), 'prompt' and 'completion', 'instruction' and 'output', or 'input_ids' (+ 'labels'). "
+        "Rename the column or pass its name with --dataset_text_field."
     )
 
 
@@ -126,6 +125,11 @@ def _kind_of_pairs(columns: Sequence[str], where: str) -> str:
 def kind_columns(kind: str) -> tuple[str, ...]:
     """Columns every record of a kind has."""
     return _COMPOSITE_KINDS.get(kind, (kind,))
+
+
+def optional_columns(kind: str) -> tuple[str, ...]:
+    """Columns that are read of a record of this kind, if it has them and is no plain text."""
+    return CONVERSATION_EXTRAS + _OPTIONAL_COLUMNS.get(kind, ())
 
 
 def check_unread_columns(columns: Collection[str], kind: str, is_kto: bool, where: str) -> None:
@@ -151,7 +155,7 @@ def check_unread_columns(columns: Collection[str], kind: str, is_kto: bool, wher
             f"{where}: the column '{found[0]}' is not read: longctx dpo computes the log-probabilities of the "
             "reference model. Remove the column."
         )
-    if "system" in columns and not is_plain_text:
+    if "system" in columns and not is_plain_text and "system" not in optional_columns(kind):
         raise DataError(
             f"{where}: the column 'system' is not read, and the model would be trained without its system prompts. "
             "Make each of them the first message, with the role system, or put it before the prompt. Remove the column."
@@ -203,59 +207,3 @@ def _check_read_types(feature: Any, column: str) -> None:
             f"column '{column}' holds the type {type(feature).__name__}; expected text, numbers, and lists or objects "
             "of them. Convert the column, or remove that part of it."
         )
-
-
-def check_text(value: object, column: str, where: str) -> None:
-    if not isinstance(value, str):
-        raise DataError(
-            f"{where}: '{column}' is {type(value).__name__} ({str(value)[:60]!r}); expected a string. "
-            "Convert or remove the record."
-        )
-
-
-def check_chat(value: object, column: str, where: str) -> None:
-    """Refuse what is no list of messages with `role` (or, in the older form, `from`)."""
-    if not (
-        isinstance(value, list)
-        and len(value) > 0
-        and all(isinstance(message, dict) and ("role" in message or "from" in message) for message in value)
-    ):
-        shown = repr(value)
-        raise DataError(
-            f"{where}: '{column}' is {shown[:80]}{'…' if len(shown) > 80 else ''}; expected a non-empty "
-            'list of messages such as {"role": "user", "content": "…"}. Correct or remove the record.'
-        )
-
-
-def read_chat(value: object, column: str, where: str) -> list[dict[str, Any]]:
-    """Return the messages of a chat. `from` and `value` become `role` and `content`, as in TRL's SFTTrainer.
-
-    Raises:
-        DataError: for anything but a list of messages, and for messages with images, video or audio.
-    """
-    check_chat(value, column, where)
-    assert isinstance(value, list), "a chat"
-    names = {"from": "role", "value": "content"}
-    messages = [{names.get(key, key): part for key, part in message.items()} for message in value]
-    for message in messages:
-        if beside := [key for key in _MEDIA_OF_MESSAGES if message.get(key)]:
-            raise DataError(
-                f"{where}: a message in '{column}' has '{beside[0]}', and longctx trains on text alone. Remove it, or "
-                "the record."
-            )
-        content = message.get("content")
-        for part in content if isinstance(content, list) else [content]:
-            if media := _media_in(part):
-                raise DataError(
-                    f"{where}: a message in '{column}' has a part of the type '{media}', and longctx trains on text "
-                    "alone. Remove the part, or the record."
-                )
-    return messages
-
-
-def _media_in(part: object) -> str | None:
-    """Return the media type of a part of a message, or None for text. Keys that hold None do not count."""
-    if not isinstance(part, Mapping):
-        return None
-    names = [str(part.get("type")), *(key for key, value in part.items() if value is not None)]
-    return next((name for name in names if name in _MEDIA_PARTS), None)

@@ -20,9 +20,10 @@ from transformers import PreTrainedTokenizerBase
 
 from longctx.data.chat import ChatEncoder
 from longctx.data.columns import IGNORE_INDEX
-from longctx.data.encoders import TextEncoder, common_prefix, warn_of_split_prompt
+from longctx.data.encoders import TextEncoder, common_prefix, token_ids, warn_of_split_prompt
 from longctx.data.errors import DataError, name_record
-from longctx.data.kinds import check_text, kind_columns
+from longctx.data.kinds import kind_columns
+from longctx.data.messages import check_text, is_learnt
 
 _ANSWERS = ("chosen", "rejected")
 
@@ -69,8 +70,8 @@ class PairTextEncoder(_PairEncoder, TextEncoder):
             for value, index in zip(batch[column], indices, strict=True):
                 check_text(value, column, name_record(index))
         records = [with_prompt(dict(zip(batch, values, strict=True))) for values in zip(*batch.values(), strict=True)]
-        prompts = self._tokenize([record["prompt"] for record in records])
-        sides = [self._tokenize([r["prompt"] + self._end(r[answer]) for r in records]) for answer in _ANSWERS]
+        prompts = self._tokenize([record["prompt"] for record in records], ends=False)
+        sides = [self._tokenize([record["prompt"] + record[answer] for record in records]) for answer in _ANSWERS]
         pairs = [self._join(*parts) for parts in zip(prompts, zip(*sides, strict=True), indices, strict=True)]
         return [ids for ids, _ in pairs], [labels for _, labels in pairs]
 
@@ -88,9 +89,15 @@ class PairChatEncoder(_PairEncoder, ChatEncoder):
         options = self._template_options(record, index)
         if not record["prompt"]:
             raise DataError(f"{name_record(index)}: 'chosen' and 'rejected' share no first message. Give a 'prompt'.")
-        prompt = self._apply(record["prompt"], index, {**options, "add_generation_prompt": True}, False)
-        sides = [self._apply(record["prompt"] + record[answer], index, options, False) for answer in _ANSWERS]
-        return self._join(prompt["input_ids"], [side["input_ids"] for side in sides], index)
+        if not all(is_learnt(message, name_record(index)) for answer in _ANSWERS for message in record[answer]):
+            raise DataError(
+                f"{name_record(index)}: a message of an answer has a mask, and DPO compares whole answers. Remove the "
+                "mask, or the record."
+            )
+        asked = self._render(record["prompt"], index, options | {"add_generation_prompt": True})
+        texts = [asked, *(self._write(record["prompt"] + record[answer], index, options)[1] for answer in _ANSWERS)]
+        prompt, *sides = token_ids(self.tokenizer, texts, special=False)
+        return self._join(prompt, sides, index)
 
 
 def with_prompt(record: dict[str, Any]) -> dict[str, Any]:

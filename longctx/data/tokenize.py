@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -14,25 +13,39 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Features, IterableDataset, Json, Value
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
-from longctx.data.chat import ChatEncoder, training_template
-from longctx.data.columns import IGNORE_INDEX, document_lengths
+from longctx.data.chat import ChatEncoder, turns_template
+from longctx.data.columns import IGNORE_INDEX, TURN_ENDS, document_lengths, is_list_type
 from longctx.data.contents import cache_folder, cache_key, digest_of
-from longctx.data.encoders import Encoder, PretokenizedEncoder, TextEncoder, one_chunk
+from longctx.data.encoders import (
+    NOTES,
+    Encoder,
+    PretokenizedEncoder,
+    TextEncoder,
+    one_chunk,
+    say,
+    take_notes,
+    warn_of_eos,
+)
 from longctx.data.errors import DataError, name_record, no_records
 from longctx.data.kinds import (
+    ALPACA,
     CHECKED_COLUMNS,
-    CONVERSATION_EXTRAS,
     PAIRS,
     PER_TOKEN_COLUMNS,
     TOKENS,
     check_column_types,
     check_unread_columns,
     kind_columns,
+    optional_columns,
     record_kind,
 )
+from longctx.data.messages import MASKS
 from longctx.data.preferences import PairChatEncoder, PairTextEncoder
 from longctx.data.records import Records
+
+logger = logging.get_logger(__name__)
 
 _BATCH_BYTES = 8 << 20
 _PART_BYTES = 128 << 20
@@ -47,6 +60,7 @@ def tokenize_records(
     completion_only_loss: bool | None = None,
     assistant_only_loss: bool = False,
     chat_template: str | None = None,
+    gives_turns: bool = False,
     num_proc: int | None = None,
     vocab_size: int | None = None,
     now: datetime | None = None,
@@ -67,6 +81,7 @@ def tokenize_records(
         assistant_only_loss: mask all but the assistant's turns; a known template without generation markers
             is replaced by TRL's training version of it.
         chat_template: used instead of the tokenizer's own.
+        gives_turns: add `turn_ends` to the documents (conversations), for packing with overlong="turns".
         num_proc: processes; None works in this one.
         vocab_size: number of embeddings of the model, which token ids must be below; None checks only for
             negative ids.
@@ -89,10 +104,12 @@ def tokenize_records(
         completion_only_loss=completion_only_loss,
         assistant_only_loss=assistant_only_loss,
         chat_template=chat_template,
+        gives_turns=gives_turns,
         vocab_size=vocab_size,
         now=now,
     )
-    tokenized = _encode(dataset, encoder, num_proc)
+    tokenized, notes = take_notes(_encode(dataset, encoder, num_proc))
+    say(notes)
     _check_targets(tokenized)
     return tokenized
 
@@ -105,6 +122,7 @@ def choose_encoder(
     completion_only_loss: bool | None = None,
     assistant_only_loss: bool = False,
     chat_template: str | None = None,
+    gives_turns: bool = False,
     vocab_size: int | None = None,
     now: datetime | None = None,
 ) -> tuple[Records, Encoder]:
@@ -117,43 +135,60 @@ def choose_encoder(
     is_kto = dataset.features.get("label") == Value("bool")
     check_unread_columns(dataset.column_names, kind, is_kto, "data set")
     check_column_types(dataset.features, kind)
-    used = PER_TOKEN_COLUMNS + CHECKED_COLUMNS if kind == "input_ids" else kind_columns(kind) + CONVERSATION_EXTRAS
+    used = PER_TOKEN_COLUMNS + CHECKED_COLUMNS if kind == "input_ids" else kind_columns(kind) + optional_columns(kind)
     columns = [column for column in used if column in dataset.column_names]
+    if unread := sorted(set(dataset.column_names) - set(columns)):
+        logger.warning(f"Columns of the records that are not read ({len(unread)}): {', '.join(unread)}.")
     dataset = dataset.with_format(None).select_columns(columns)
     encoder: Encoder
-    completed = partial(_completed, feature=dataset.features[columns[0]], vocab_size=vocab_size, now=now)
+    conversational = kind != "input_ids" and _holds_chats(dataset, kind, bool(chat_template or tokenizer.chat_template))
+    if gives_turns and not (conversational and text_field != PAIRS):
+        raise DataError(
+            f"--overlong turns keeps whole turns of conversations, and the records are {kind!r}. Choose truncate, drop "
+            "or split."
+        )
     if kind == "input_ids":
         encoder = PretokenizedEncoder(columns, completion_only_loss, assistant_only_loss)
+    elif text_field == PAIRS:
+        template = turns_template(tokenizer, chat_template, needs_turns=False) if conversational else None
+        encoder = PairChatEncoder(tokenizer, kind, template) if conversational else PairTextEncoder(tokenizer, kind)
     else:
-        conversational = _holds_chats(dataset, columns[0])
-        if text_field == PAIRS:
-            encoder = _pair_encoder(tokenizer, kind, chat_template, conversational)
-            return dataset, completed(encoder)
         _check_options(kind, conversational, completion_only_loss, assistant_only_loss)
-        masks_prompt = kind == "prompt+completion" and completion_only_loss is not False
+        masks_prompt = kind in ("prompt+completion", ALPACA) and completion_only_loss is not False
         if conversational:
-            template = training_template(tokenizer, chat_template, assistant_only_loss)
+            masks_turns = _may_mask_turns(dataset, kind)
+            needs_turns = assistant_only_loss or gives_turns or masks_turns is True
+            template = turns_template(tokenizer, chat_template, needs_turns)
             encoder = ChatEncoder(tokenizer, kind, template, assistant_only_loss, masks_prompt)
+            encoder.masked = encoder.masked or masks_turns is not False
         else:
             encoder = TextEncoder(tokenizer, kind, masks_prompt)
-    return dataset, completed(encoder)
-
-
-def _completed(encoder: Encoder, feature: Any, vocab_size: int | None, now: datetime | None) -> Encoder:
-    """Tell the encoder the model's vocabulary size, how records are stored and the time, and return it."""
     encoder.vocab_size = vocab_size
+    if gives_turns:
+        encoder.gives_turns = True
+    if encoder.tokenizer is not None:
+        warn_of_eos(tokenizer)
     if isinstance(encoder, ChatEncoder):
-        encoder.has_nulls_of_structs = not isinstance(feature, Json)
+        encoder.has_nulls_of_structs = not isinstance(dataset.features[columns[0]], Json)
         encoder.tell_time(now or datetime.now())
-    return encoder
+        encoder.warn_if_nothing_ends_a_turn()
+    return dataset, encoder
 
 
-def _pair_encoder(
-    tokenizer: PreTrainedTokenizerBase, kind: str, chat_template: str | None, conversational: bool
-) -> Encoder:
-    if not conversational:
-        return PairTextEncoder(tokenizer, kind)
-    return PairChatEncoder(tokenizer, kind, training_template(tokenizer, chat_template, assistant_only=False))
+def _may_mask_turns(dataset: Dataset | IterableDataset, kind: str) -> bool | None:
+    """Return whether messages may have masks of their own; None for a stream, whose records are not known yet."""
+    if not isinstance(dataset, Dataset):
+        return None
+    for column in set(kind_columns(kind)) & set(dataset.column_names):
+        values = dataset.data.column(column)
+        while is_list_type(values.type):
+            values = pc.list_flatten(values)
+        if pa.types.is_struct(values.type):
+            if MASKS.keys() & {field.name for field in values.type}:
+                return True
+        elif pc.any(pc.match_substring_regex(values.cast(pa.string()), f'"({"|".join(MASKS)})"\\s*:')).as_py():
+            return True
+    return False
 
 
 def _check_dataset(dataset: object) -> None:
@@ -168,7 +203,10 @@ def _check_dataset(dataset: object) -> None:
         raise no_records("data set")
 
 
-def _holds_chats(dataset: Dataset | IterableDataset, column: str) -> bool:
+def _holds_chats(dataset: Dataset | IterableDataset, kind: str, has_template: bool) -> bool:
+    if kind == ALPACA:
+        return has_template
+    column = kind_columns(kind)[0]
     feature = dataset.features[column]
     return (
         isinstance(next(iter(dataset))[column], list) if isinstance(feature, Json) else not isinstance(feature, Value)
@@ -181,7 +219,7 @@ def _check_options(kind: str, conversational: bool, completion_only: bool | None
             f"assistant_only_loss=True needs conversations, and the records are {kind!r} with plain text. "
             "Leave it out, or give records with 'messages'."
         )
-    if completion_only and kind != "prompt+completion":
+    if completion_only and kind not in ("prompt+completion", ALPACA):
         raise DataError(
             f"completion_only_loss=True needs records with 'prompt' and 'completion', and these are "
             f"{kind!r}. Leave it out" + (", or use --assistant_only_loss." if conversational else ".")
@@ -189,7 +227,7 @@ def _check_options(kind: str, conversational: bool, completion_only: bool | None
 
 
 def _encode(dataset: Dataset, encoder: Encoder, num_proc: int | None) -> Dataset:
-    columns = ["input_ids", "labels"] if encoder.masked else ["input_ids"]
+    columns = ["input_ids", *(["labels"] if encoder.masked else []), *([TURN_ENDS] if encoder.gives_turns else [])]
     if encoder.tokenizer is None:
         dataset = dataset.with_format("arrow")
     fingerprint = _fingerprint(dataset, encoder)
@@ -198,7 +236,7 @@ def _encode(dataset: Dataset, encoder: Encoder, num_proc: int | None) -> Dataset
         "with_indices": True,
         "batch_size": _records_of(_BATCH_BYTES, dataset, limit=1000),
         "remove_columns": dataset.column_names,
-        "features": Features(dict.fromkeys(columns, TOKENS)),
+        "features": Features(dict.fromkeys(columns, TOKENS) | {NOTES: Value("string")}),
         "num_proc": num_proc,
     }
     try:

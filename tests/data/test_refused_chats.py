@@ -7,7 +7,6 @@ from datasets import Dataset
 
 from longctx.data import tokenize_records
 from tests.data.test_data import _tokenize_error
-from tests.data.test_tokens import MARKED
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -39,29 +38,6 @@ def test_messages_with_images_video_or_audio_are_refused(part, type_, tokenizer)
     text = [{"messages": [{"role": "user", "content": TEXT_AND_IMAGE[:1]}]}]
     tokenized = tokenize_records(Dataset.from_list(text), tokenizer, chat_template=OF_PARTS)
     assert tokenizer.decode(tokenized[0]["input_ids"]) == "ab"
-
-
-def test_messages_of_weight_0_are_refused_unless_the_template_reads_it(tokenizer) -> None:
-    """In OpenAI's format, this weight excludes an answer from training."""
-    answers = [{"role": "assistant", "content": text, "weight": weight} for text, weight in (("b", 0), ("c", 1))]
-    records = Dataset.from_list([{"messages": [{"role": "user", "content": "a", "weight": None}, *answers]}])
-    assert "a message has 'weight': 0, which would be ignored" in _tokenize_error(records, tokenizer)
-    assert "a message has 'weight': 0" in _tokenize_error(records, tokenizer, assistant_only_loss=True)
-    reads = (
-        "{% for m in messages %}{% if m['weight'] == 1 %}{% generation %}{{ m['content'] }}{% endgeneration %}"
-        "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
-    )
-    document = tokenize_records(records, tokenizer, assistant_only_loss=True, chat_template=reads)[0]
-    assert [tokenizer.decode(ids) for ids in (document["input_ids"], document["labels"][2:])] == ["abc", "c"]
-    assert document["labels"][:2] == [-100, -100]
-    assert "a message has 'weight': 0" in _tokenize_error(records, tokenizer, chat_template=reads)  # all tokens count
-    half = Dataset.from_list([{"messages": [{"role": "assistant", "content": "ab", "weight": 0.5}]}])
-    assert "'weight': 0.5" in _tokenize_error(half, tokenizer, assistant_only_loss=True, chat_template=reads)
-    comment = MARKED + "{# of another weight #}"
-    assert "'weight': 0" in _tokenize_error(records, tokenizer, assistant_only_loss=True, chat_template=comment)
-    for mark in ("loss", "train", "training"):
-        left_out = Dataset.from_list([{"messages": [{"role": "assistant", "content": "ab", mark: False}]}])
-        assert f"'{mark}': False" in _tokenize_error(left_out, tokenizer)
 
 
 OF_KNOWN_ROLES = (
@@ -115,12 +91,12 @@ def test_a_call_that_the_template_leaves_out_is_refused(field, tokenizer) -> Non
     assert "leaves out the call of the tool 'get_weather'" in _tokenize_error(records, tokenizer)
 
 
-def test_roles_of_sharegpt_are_refused_unless_the_template_knows_them(tokenizer) -> None:
+def test_roles_of_other_formats_are_refused_unless_the_template_knows_them(tokenizer) -> None:
     """If a template renders any role, the model would be trained on role names that it never sees in use."""
-    records = Dataset.from_list([{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}])
-    assert "does not know the role 'human'. Call it 'user'" in _tokenize_error(records, tokenizer)
     other = Dataset.from_list([{"messages": [{"role": "User", "content": "a"}, {"role": "assistant", "content": "b"}]}])
     assert "does not know the role 'User'. Call it 'user'" in _tokenize_error(other, tokenizer)
+    human = Dataset.from_list([{"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]}])
+    assert "does not know the role 'human'. Call it 'user'" in _tokenize_error(human, tokenizer)
     knows = "{% for m in messages %}{{ {'human': 'H', 'gpt': 'G'}[m['role']] + m['content'] }}{% endfor %}"
-    document = tokenize_records(records, tokenizer, chat_template=knows)[0]
+    document = tokenize_records(human, tokenizer, chat_template=knows)[0]
     assert tokenizer.decode(document["input_ids"]) == "HaGb"

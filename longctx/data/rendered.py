@@ -1,0 +1,168 @@
+"""A rendered chat has everything that its messages hold, or it is refused, or what is missing is counted and said."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from longctx.data.errors import DataError
+from longctx.data.messages import CALLS, MASKS, REASONING, with_arguments
+
+_USUAL_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+_USUAL_ROLES |= {"function_call": "assistant", "observation": "tool"}
+"""Roles of ShareGPT's and similar formats, in lower case, and the roles of templates that they stand for."""
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_READ_HERE = frozenset({"role", "content", *CALLS, *REASONING, *MASKS})
+"""Keys of a message whose use does not depend on the template, or is checked in the rendered text."""
+
+_MOST_KEYS = 32
+"""Unread keys that are named, of one data set."""
+
+
+def with_marked_calls(chat: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Return a copy of the conversation in which every call has a unique name, and the tools' names by these names.
+
+    Only unique names show that a call was rendered: a tool's own name can also occur in a question or in the list of
+    tools.
+    """
+    names: dict[str, str] = {}
+
+    def mark(call: dict[str, Any]) -> dict[str, Any]:
+        if not (name := _function_name(call)):
+            return call
+        new = f"longctx_call_{len(names)}_"
+        names[new] = name
+        return call | {"function": call["function"] | {"name": new}} if call.get("function") else call | {"name": new}
+
+    return _map_calls(chat, mark), names
+
+
+def with_text_arguments(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a copy of the conversation in which calls have their arguments as strings of JSON.
+
+    Some templates, such as DeepSeek-V3's, write them as they are.
+    """
+    return _map_calls(chat, lambda call: with_arguments(call, _arguments_text(_arguments(call))))
+
+
+def shows_python(chat: list[dict[str, Any]], text: str) -> bool:
+    """Return whether a template has written the arguments of a call as Python does, and not as JSON."""
+    arguments = [_arguments(call) for message in chat for call in _calls(message)]
+    return any(str(given) != _arguments_text(given) and str(given) in text for given in arguments if given)
+
+
+def _map_calls(chat: list[dict[str, Any]], change: Any) -> list[dict[str, Any]]:
+    changed = []
+    for message in chat:
+        message = dict(message)
+        if "tool_calls" in message:
+            message["tool_calls"] = [change(call) for call in message["tool_calls"]]
+        if "function_call" in message:
+            message["function_call"] = change(message["function_call"])
+        changed.append(message)
+    return changed
+
+
+def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [*message.get("tool_calls", ()), *([message["function_call"]] if "function_call" in message else [])]
+
+
+def _arguments(call: Mapping[str, Any]) -> Any:
+    return (call.get("function") or call).get("arguments")
+
+
+def _arguments_text(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+
+
+def check_calls(calls: Mapping[str, str], shown: str, where: str) -> None:
+    """Refuse a template that leaves out calls of tools, because the model would not learn them.
+
+    Args:
+        calls: the tools' names by the unique names of their calls, from `with_marked_calls`.
+        shown: the rendered text with the unique names.
+    """
+    if left_out := [name for mark, name in calls.items() if mark not in shown]:
+        raise DataError(
+            f"{where}: the chat template leaves out the call of the tool {left_out[0]!r}. Use a template "
+            "that writes tool_calls (--chat_template_path), or remove the record."
+        )
+
+
+def check_messages(chat: list[dict[str, Any]], template: str, text: str, where: str) -> None:
+    """Refuse roles that the template does not know, and messages that it does not render.
+
+    Answers and tools' results are not searched for, because templates may cut off the reasoning of an answer and
+    reformat a result; `left_out` counts answers.
+    """
+    position = 0
+    for message in chat:
+        role, content = message["role"], message["content"]
+        usual = None if role in _ROLES else _USUAL_ROLES.get(str(role).lower(), str(role).lower())
+        if usual in _ROLES and str(role) not in template:
+            raise DataError(
+                f"{where}: the chat template does not know the role '{role}'. Call it '{usual}', or use a "
+                "template that knows it (--chat_template_path)."
+            )
+        if isinstance(content, list) and str(content) in text:
+            raise DataError(
+                f"{where}: the chat template does not know messages of several parts, and would write "
+                f"{str(content)[:60]!r} into the text. Write the content as a string, or use another template "
+                "(--chat_template_path)."
+            )
+        if role in ("assistant", "tool"):
+            continue
+        for said in filter(None, map(str.strip, _texts(content))):
+            found = text.find(said, position)  # messages mostly follow each other, so that this is linear
+            position = text.find(said) if found < 0 else found
+            if position < 0:
+                raise DataError(
+                    f"{where}: the chat template leaves out a message of the role '{role}': "
+                    f"{said[:60]!r}. Use a template that writes it (--chat_template_path), or remove the message."
+                )
+
+
+def _texts(content: Any) -> Iterator[str]:
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if isinstance(text, str):
+            yield text
+
+
+def left_out(chat: list[dict[str, Any]], tools: Any, template: str, text: str) -> Counter[str]:
+    """Return what the text of a conversation lacks, in sentences with `{n}` for their number."""
+    notes: Counter[str] = Counter()
+    for message in chat:
+        for key in sorted(message.keys() - _READ_HERE)[:_MOST_KEYS]:
+            if not re.search(rf"\b{re.escape(key)}\b", template):
+                notes[f"The chat template does not read the key {key!r} of messages; {{n}} of them have it."] += 1
+        if message["role"] != "assistant":
+            continue
+        thoughts = [message[key] for key in REASONING if isinstance(message.get(key), str)]
+        answers = []
+        for said in _texts(message["content"]):
+            thought, _, answer = said.rpartition("</think>")
+            thoughts.append(thought.rpartition("<think>")[2])
+            answers.append(answer)
+        notes[
+            "The chat template leaves out the reasoning of {n} of the assistant's turns, which the model does not learn. "
+            "Others, such as TRL's training templates, write it (--chat_template_path)."
+        ] += any(thought.strip() not in text for thought in thoughts)
+        notes[
+            "The chat template leaves out the text of {n} of the assistant's turns, such as text beside calls of tools, "
+            "which the model does not learn. Another template may write it (--chat_template_path)."
+        ] += any(answer.strip() not in text for answer in answers)
+    notes["The chat template leaves out the tools that {n} of the records offer: the model does not see them."] += any(
+        name not in text for name in map(_function_name, tools if isinstance(tools, list) else ())
+    )
+    return notes
+
+
+def _function_name(tool: Any) -> str:
+    function = tool.get("function") or tool if isinstance(tool, dict) else {}
+    return str(function.get("name", "")) if isinstance(function, dict) else ""
