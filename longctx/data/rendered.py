@@ -150,12 +150,12 @@ def left_out(chat: list[dict[str, Any]], tools: Any, template: str, text: str) -
             thoughts.append(thought.rpartition("<think>")[2])
             answers.append(answer)
         notes[
-            "The chat template leaves out the reasoning of {n} of the assistant's turns, which the model does not learn. "
-            "Others, such as TRL's training templates, write it (--chat_template_path)."
+            "The chat template leaves out the reasoning of {n} of the assistant's turns, so that the model does not "
+            "learn it. Others, such as TRL's training templates, write it (--chat_template_path)."
         ] += any(thought.strip() not in text for thought in thoughts)
         notes[
-            "The chat template leaves out the text of {n} of the assistant's turns, such as text beside calls of tools, "
-            "which the model does not learn. Another template may write it (--chat_template_path)."
+            "The chat template leaves out the text of {n} of the assistant's turns, such as text beside calls of "
+            "tools, so that the model does not learn it. Another template may write it (--chat_template_path)."
         ] += any(answer.strip() not in text for answer in answers)
     notes["The chat template leaves out the tools that {n} of the records offer: the model does not see them."] += any(
         name not in text for name in map(_function_name, tools if isinstance(tools, list) else ())

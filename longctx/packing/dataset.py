@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from longctx.data.columns import (
     INPUT_IDS,
+    TURN_ENDS,
     agreed_lengths,
     arrow_table,
     document_lengths,
@@ -190,7 +191,8 @@ def pack_dataset(
         seq_length: most tokens in a pack.
         strategy: "bfd", "bfd_split" or "wrapped", as in `pack`.
         map_kwargs: passed to datasets' `map` (`num_proc`, `desc`, `keep_in_memory`, `cache_file_name`, ...).
-        overlong: "raise", "truncate" (TRL's silent choice), "drop" or "split", as in `plan_packing`.
+        overlong: "raise", "truncate" (TRL's silent choice), "drop", "split", or "turns" for documents with the column
+            `turn_ends`, as in `plan_packing`.
 
     Returns:
         The same kind of data set, one pack a row: the per-token columns in their own types, and
@@ -210,7 +212,10 @@ def pack_dataset(
             f"pack_dataset takes a datasets.Dataset or DatasetDict, got {type(dataset).__name__}; load it "
             "without streaming=True"
         )
-    packing, report = plan_packing(document_lengths(dataset), seq_length, strategy=strategy, overlong=overlong)
+    ends = dataset[TURN_ENDS] if overlong == "turns" else None
+    packing, report = plan_packing(
+        document_lengths(dataset), seq_length, strategy=strategy, overlong=overlong, turn_ends=ends
+    )
     lossless = report.tokens_kept == report.tokens
     logger.log(logging.INFO if lossless else logging.WARNING, "%s", report)
     key = (dataset._fingerprint, seq_length, strategy, overlong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .plan import STRATEGIES, Packing, check_lengths, cut_into_pieces, pack, pack_pieces
 
-OVERLONG = ("raise", "truncate", "drop", "split")
+OVERLONG = ("raise", "truncate", "drop", "split", "turns")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +102,12 @@ class PackingReport:
 
 
 def plan_packing(
-    lengths: ArrayLike, capacity: int, *, strategy: str = "bfd", overlong: str = "raise"
+    lengths: ArrayLike,
+    capacity: int,
+    *,
+    strategy: str = "bfd",
+    overlong: str = "raise",
+    turn_ends: Sequence[ArrayLike] | None = None,
 ) -> tuple[Packing, PackingReport]:
     """Pack documents of any length, and report what happened to every token.
 
@@ -110,9 +116,10 @@ def plan_packing(
         capacity: most tokens in a pack (`--max_length`).
         strategy: as in `pack`.
         overlong: for documents longer than `capacity`: "raise", "truncate" (keep the first `capacity`
-            tokens), "drop" (leave them out) or "split" (cut every `capacity` tokens, nothing lost). It comes
-            before the strategy. The strategies "bfd_split" and "wrapped" cut documents themselves, so "raise"
-            never raises with them.
+            tokens), "drop" (leave them out), "split" (cut every `capacity` tokens, nothing lost) or "turns"
+            (`whole_turns`). It comes before the strategy. The strategies "bfd_split" and "wrapped" cut documents
+            themselves, so "raise" never raises with them.
+        turn_ends: tokens before the end of each turn of each document, int [turns] each; for "turns".
 
     Raises:
         ValueError: overlong="raise" and a document is too long; the message says what each choice would cost.
@@ -130,10 +137,15 @@ def plan_packing(
         kept = np.minimum(array, capacity)
     elif overlong == "drop":
         kept = np.where(too_long, 0, array)
+    elif overlong == "turns":
+        assert turn_ends is not None, "documents of turns"
+        kept = array.copy()
+        for document in np.flatnonzero(too_long):
+            kept[document] = whole_turns(turn_ends[int(document)], capacity)
     packing = _pack_kept(kept, capacity, strategy, split=overlong == "split")
-    if overlong == "truncate" and too_long.any():
+    if overlong in ("truncate", "turns") and too_long.any():
         packing = _with_spans(packing, kept)
-    dropped = too_long if overlong == "drop" else np.zeros_like(too_long)
+    dropped = too_long & (kept == 0)
     report = PackingReport(
         strategy=strategy,
         overlong=overlong,
@@ -152,6 +164,16 @@ def plan_packing(
     )
     assert report.tokens == report.tokens_kept + report.tokens_cut + report.tokens_dropped, "tokens unaccounted for"
     return packing, report
+
+
+def whole_turns(turn_ends: ArrayLike, capacity: int) -> int:
+    """Return the tokens of as many whole turns from the beginning as fit: 0 if the first turn alone is too long.
+
+    Args:
+        turn_ends: tokens before the end of each turn, int [turns], rising.
+    """
+    ends = np.asarray(turn_ends)
+    return int(ends[ends <= capacity].max(initial=0))
 
 
 def too_long_message(lengths: NDArray[np.int64], capacity: int) -> str:

@@ -133,7 +133,7 @@ def plan_pairs(
     Raises:
         ValueError: overlong="raise" and a pair is too long; for "split", which would separate the sides.
     """
-    if overlong not in OVERLONG or overlong == "split":
+    if overlong not in OVERLONG or overlong in ("split", "turns"):
         raise ValueError(
             f"overlong={overlong!r} for pairs of answers: a piece of an answer cannot be compared with the other "
             "answer. Use raise, truncate or drop."

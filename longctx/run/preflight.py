@@ -77,12 +77,17 @@ def _describe_data(documents: Sequence[Mapping[str, NDArray[Any]]], settings: Ma
     if settings["overlong"] == "raise":
         raise DataError(
             f"{longer}, and --overlong raise refuses them. The longest has {max(lengths):,}. Use a longer "
-            "--max_length, or --overlong truncate, drop or split."
+            "--max_length, or --overlong truncate, drop or split; or turns, for conversations."
         )
     yield Line("overlong", f"{longer}: {_OVERLONG[settings['overlong']]}")
 
 
-_OVERLONG = {"truncate": "they are cut", "drop": "they are left out", "split": "they are split"}
+_OVERLONG = {
+    "truncate": "they are cut",
+    "drop": "they are left out",
+    "split": "they are split",
+    "turns": "their whole turns that fit are kept",
+}
 
 
 def _labels(document: Mapping[str, NDArray[Any]]) -> NDArray[Any]:

@@ -34,6 +34,7 @@ from longctx.data import (
     tokenize_stream,
     with_place,
 )
+from longctx.data.columns import TURN_ENDS
 from longctx.data.contents import cache_folder, cache_key
 from longctx.data.errors import check_selection
 from longctx.data.kinds import PAIRS
@@ -321,6 +322,7 @@ def _encoding(settings: Mapping[str, Any], model_config: PretrainedConfig) -> di
         "completion_only_loss": settings["completion_only_loss"],
         "assistant_only_loss": settings["assistant_only_loss"],
         "chat_template": _template(settings["chat_template_path"]),
+        "gives_turns": settings["overlong"] == "turns",
         "vocab_size": model_config.get_text_config().vocab_size,
         "now": settings.get("began"),
     }
@@ -363,7 +365,8 @@ def _plan(
         kept_of = kept_of_sides(sides, capacity, overlong, share=share)
         make = partial(PairedDataset, documents, sides=sides, kept=kept_of, share=share)
     else:
-        plan = partial(plan_packing, lengths, capacity, strategy=strategy, overlong=overlong)
+        ends = documents[TURN_ENDS] if overlong == "turns" else None
+        plan = partial(plan_packing, lengths, capacity, strategy=strategy, overlong=overlong, turn_ends=ends)
         make = partial(PackedDataset, documents)
     # The documents' fingerprint covers the tokenizer if it made their tokens.
     key = cache_key(

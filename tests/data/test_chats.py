@@ -13,9 +13,12 @@ import trl
 from datasets import Dataset
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from longctx.data import DataError, load_records, stream_records, tokenize_records, tokenize_stream
+from longctx.data import DataError, document_lengths, load_records, stream_records, tokenize_records, tokenize_stream
 from longctx.data.chat import ChatEncoder
+from longctx.data.encoders import say
+from longctx.data.tokenize import choose_encoder
 from longctx.model.tiny import tiny_tokenizer
+from longctx.packing import PackedDataset, plan_packing
 from tests.data.test_data import _tokenize_error, _write_lines
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -60,20 +63,15 @@ def _tokenizer(template: str):
 
 
 def _texts(records, template: str, **options) -> list[tuple[str, str]]:
-    """Return the text of each record, and the part of it that is learnt, by both readers."""
+    """Return the text of each record, and the part of it that is learnt."""
     tokenizer = _tokenizer(template)
-    found = []
-    for rows in (records, json.loads(json.dumps(records))):
-        documents = tokenize_records(Dataset.from_list(rows, on_mixed_types="use_json"), tokenizer, **options)
-        labels = documents["labels" if "labels" in documents.column_names else "input_ids"]
-        found.append(
-            [
-                (tokenizer.decode(ids), tokenizer.decode([token for token in row if token != -100]))
-                for ids, row in zip(documents["input_ids"], labels, strict=True)
-            ]
-        )
-    assert found[0] == found[1]
-    return found[0]
+    source, encoder = choose_encoder(Dataset.from_list(records, on_mixed_types="use_json"), tokenizer, **options)
+    input_ids, labels, notes, _ = encoder._encode_here(source[:], range(len(source)))
+    say(notes)
+    return [
+        (tokenizer.decode(ids), tokenizer.decode([token for token in row if token != -100]))
+        for ids, row in zip(input_ids, labels or input_ids, strict=True)
+    ]
 
 
 def _said(records, caplog, template: str = "chatml", **options) -> str:
@@ -381,6 +379,35 @@ def test_a_template_that_changes_earlier_turns_is_refused_with_the_reason() -> N
     assert tokenizer.decode([t for t in one["labels"][0] if t != -100]).startswith("c d<|end|>")
 
 
+@pytest.mark.parametrize("template", ["chatml", "qwen3", "llama3_1"])
+def test_overlong_turns_keeps_whole_turns(template, tmp_path) -> None:
+    tokenizer = _tokenizer(template)
+    session = [*TOOL_CHAT, {"role": "user", "content": "and " * 20}, {"role": "assistant", "content": "done " * 30}]
+    records = [{"messages": CHATS["turns"]["messages"], "tools": None}, {"messages": session, "tools": [TOOL]}]
+    documents = tokenize_records(Dataset.from_list(records), tokenizer, gives_turns=True)
+    ends = documents["turn_ends"][1]
+    ids = documents["input_ids"][1]
+    assert ends == sorted(set(ends))
+    assert (ends[-1], len(ends)) == (len(ids), len(session))
+    assert tokenizer.decode(ids[: ends[3]]).rstrip("\n").endswith(("c d<|im_end|>", "c d<|eot_id|>"))
+    for limit, kept in ((ends[3], ends[3]), (ends[4] - 1, ends[3]), (ends[4], ends[4]), (ends[0] - 1, 0)):
+        packing, report = plan_packing(
+            document_lengths(documents), limit, overlong="turns", turn_ends=documents["turn_ends"]
+        )
+        rows = [row["input_ids"].tolist() for row in PackedDataset(documents, packing)]
+        assert kept == 0 or any(ids[:kept] in (row[-kept:], row[:kept]) for row in rows)
+        short = len(documents["input_ids"][0])
+        if short <= limit:
+            assert (report.tokens_cut, report.tokens_dropped) == ((len(ids) - kept, 0) if kept else (0, len(ids)))
+            assert (report.documents_dropped, report.tokens_kept) == (int(kept == 0), short + kept)
+
+
+def test_overlong_turns_needs_conversations() -> None:
+    source = Dataset.from_dict({"text": ["a"]})
+    message = _tokenize_error(source, tiny_tokenizer(), gives_turns=True)
+    assert "--overlong turns keeps whole turns of conversations, and the records are 'text'" in message
+
+
 # ----------------------------------------------------------------------------------------------------
 # What is said
 # ----------------------------------------------------------------------------------------------------
@@ -418,7 +445,8 @@ def test_empty_thoughts_are_learnt_and_said(caplog) -> None:
 
 def test_rows_of_which_nothing_is_learnt_are_kept_and_counted(caplog) -> None:
     records = [{"messages": [ASKED, ANSWERED]}, {"messages": [ASKED]}]
-    assert "No token is learnt of 1 of the documents" in _said(records, caplog, assistant_only_loss=True)
+    tokenize_records(Dataset.from_list(records), _tokenizer("chatml"), assistant_only_loss=True)
+    assert "No token is learnt of 1 of the documents" in caplog.text
     assert [learnt for _, learnt in _texts(records, "chatml", assistant_only_loss=True)] == [f"c d{END}", ""]
 
 
