@@ -1,11 +1,12 @@
-"""Encoders: a batch of records -> token ids and labels, for text and for records that are tokenised already.
+"""Encoders: a table of records -> token ids and labels, for text and for records that are tokenised already.
 
 Chats are in chat.py; `Dataset.map` calls an encoder with the records' numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from longctx.data.columns import IGNORE_INDEX, list_array
+from longctx.data.columns import IGNORE_INDEX, is_list_type, list_array
 from longctx.data.errors import DataError, name_record
 from longctx.data.kinds import MASKS, check_text, kind_columns
 from longctx.untrusted.confined import Bounds, Confined
@@ -22,7 +23,7 @@ from longctx.untrusted.confined import Bounds, Confined
 logger = logging.get_logger(__name__)
 
 _INT32_MAX = np.iinfo(np.int32).max
-_CHARACTERS_AT_A_TIME = 1 << 20
+_BYTES_AT_A_TIME = 1 << 20
 """Of records that are encoded in one call, where one alone does not have more: the tokenizer needs over 100 bytes for
 each token meanwhile."""
 _SPLIT_PROMPT_WARNING = (
@@ -32,7 +33,7 @@ _SPLIT_PROMPT_WARNING = (
 
 
 class Encoder:
-    """Batch of records -> Arrow table of documents. Called by `Dataset.map` with the records' numbers.
+    """Arrow table of records -> Arrow table of documents. Called by `Dataset.map` with the records' numbers.
 
     A tokenizer, and a template that comes with it, run in a process of their own, with bounds on time and memory.
     """
@@ -55,15 +56,13 @@ class Encoder:
         """Token ids and, if `masked`, labels of each record."""
         raise NotImplementedError
 
-    def __call__(self, batch: dict[str, list[Any]], indices: Sequence[int], first_record: int = 0) -> pa.Table:
-        """Documents of a batch; `indices` are the records' numbers in a part that begins with `first_record`."""
-        indices = [first_record + index for index in indices]
-        encode = self.encode if self.tokenizer is None else self._encode_confined
-        input_ids, labels = encode(batch, indices)
+    def __call__(self, batch: pa.Table, indices: Sequence[int]) -> pa.Table:
+        """Return the documents of some records, which have these numbers, in the columns of `tokenize_records`."""
+        input_ids, labels = self._encode_table(batch, indices)
         for ids, index in zip(input_ids, indices, strict=True):
             if len(ids) == 0:
                 raise DataError(f"{name_record(index)}: 'input_ids' is empty, 0 tokens. Remove the record.")
-        columns = {"input_ids": input_ids} | ({} if labels is None else {"labels": labels})
+        columns = {"input_ids": input_ids} | ({"labels": labels} if labels is not None and self.masked else {})
         return pa.table({name: self._list_array(rows, name, indices) for name, rows in columns.items()})
 
     def _list_array(self, rows: Sequence[np.ndarray], column: str, indices: Sequence[int]) -> pa.ListArray:
@@ -97,43 +96,37 @@ class Encoder:
             "Tokenise with this model's tokenizer" + (", and mask labels with -100." if column == "labels" else ".")
         )
 
-    def _encode_confined(self, batch: Mapping[str, list[Any]], indices: Sequence[int]) -> tuple[list, list | None]:
-        """Return the result of `encode`, made in another process, about a million characters at a time."""
-        input_ids: list[np.ndarray] = []
-        labels: list[np.ndarray] = []
-        columns = {name: list(batch[name]) for name in batch}
-        sizes = [sum(map(_characters, record)) for record in zip(*columns.values(), strict=True)]
-        for part in _spans(sizes, _CHARACTERS_AT_A_TIME):
-            values = {name: column[part] for name, column in columns.items()}
-            more_ids, more_labels = self._encode_part(values, indices[part], sizes[part])
-            input_ids += more_ids
-            labels += more_labels or []
-        return input_ids, labels if self.masked else None
+    def _encode_table(self, batch: pa.Table, indices: Sequence[int]) -> tuple[list, list | None]:
+        """Return the result of `encode`, made in another process, about a million bytes of records at a time.
 
-    def _encode_part(
-        self, batch: dict[str, list[Any]], indices: Sequence[int], sizes: list[int]
-    ) -> tuple[list, list | None]:
-        """Encode some records. If that fails, try each one alone and name the one that fails.
-
-        Args:
-            sizes: Characters of each record.
+        Of records that cannot be encoded together, each half is tried until one record is left, which is named.
         """
-        try:
-            return self.start().call(Bounds.of_text(sum(sizes)), batch, indices)
-        except DataError:
-            raise
-        except Exception as error:
-            self.close()
-            if len(indices) == 1:
-                raise DataError(
-                    f"{name_record(indices[0])}: the {self.runs} cannot encode it: {error}. Shorten or remove the "
-                    f"record, or use another {self.runs}."
-                ) from error
-        parts = [
-            self._encode_part({name: [column[row]] for name, column in batch.items()}, [index], [size])
-            for row, (index, size) in enumerate(zip(indices, sizes, strict=True))
-        ]
-        return [ids for part, _ in parts for ids in part], [ids for _, part in parts for ids in part or ()]
+        alone = len(indices) == 1
+        if alone or batch.nbytes <= _BYTES_AT_A_TIME:
+            try:
+                return self.start().call(Bounds.of_text(batch.nbytes), batch.to_pydict(), batch.schema, indices)
+            except DataError:
+                raise
+            except Exception as error:
+                self.close()
+                if alone:
+                    raise DataError(
+                        f"{name_record(indices[0])}: the {self.runs} cannot encode it: {error}. Shorten or remove the "
+                        f"record, or use another {self.runs}."
+                    ) from error
+        half = len(indices) // 2
+        (ids, labels), (more_ids, more_labels) = (
+            self._encode_table(batch.slice(start, stop - start), indices[start:stop])
+            for start, stop in ((0, half), (half, len(indices)))
+        )
+        return ids + more_ids, (labels or []) + (more_labels or [])
+
+    def _encode_values(
+        self, batch: dict[str, list[Any]], schema: pa.Schema, indices: Sequence[int]
+    ) -> tuple[list, list | None]:
+        """Encode the values of a table, once JSON text among them is parsed."""
+        columns = {name: [_parsed(value, schema.field(name).type) for value in batch[name]] for name in batch}
+        return self.encode(columns, indices)
 
     def start(self) -> Confined:
         """Start the process that encodes, unless it runs already.
@@ -141,7 +134,7 @@ class Encoder:
         A fork keeps a copy of every page that this process writes to later, so it is best made before weights are read.
         """
         if self._process is None or not self._process.is_ours:
-            self._process = Confined(self.encode)
+            self._process = Confined(self._encode_values)
         return self._process
 
     def close(self) -> None:
@@ -217,7 +210,7 @@ class PretokenizedEncoder(Encoder):
         masks = ["assistant_masks"] if "assistant_masks" in columns else []
         return masks + (["completion_mask"] if completion_only else [])
 
-    def encode(self, batch: Any, indices: Sequence[int]) -> tuple[list, list | None]:
+    def _encode_table(self, batch: pa.Table, indices: Sequence[int]) -> tuple[list, list | None]:
         columns = {name: self._rows(batch[name], name, indices) for name in batch.column_names}
         input_ids, labels = [], []
         for row, index in enumerate(indices):
@@ -228,7 +221,7 @@ class PretokenizedEncoder(Encoder):
             _check_whole(values, index)
             input_ids.append(ids)
             labels.append(self._labels(values))
-        return input_ids, labels if self.masked else None
+        return input_ids, labels
 
     def _rows(self, column: pa.ChunkedArray, name: str, indices: Sequence[int]) -> list[np.ndarray]:
         """Rows of a list column of integers or booleans as int64 views into one array."""
@@ -304,29 +297,12 @@ def warn_of_split_prompt() -> None:
     logger.warning_once(_SPLIT_PROMPT_WARNING)
 
 
-def _characters(value: object) -> int:
-    """The characters of all strings in a value of JSON; a number counts as a few."""
-    total, waiting = 0, [value]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, str):
-            total += len(part)
-        elif isinstance(part, Mapping):
-            waiting += [*part, *part.values()]
-        elif isinstance(part, list):
-            waiting += part
-        else:
-            total += 8
-    return total
-
-
-def _spans(sizes: Sequence[int], limit: int) -> Iterator[slice]:
-    """Cut a list, whose items have these sizes, into runs of at most `limit` (or one item)."""
-    start = size = 0
-    for index, more in enumerate(sizes):
-        if index > start and size + more > limit:
-            yield slice(start, index)
-            start, size = index, 0
-        size += more
-    if start < len(sizes):
-        yield slice(start, len(sizes))
+def _parsed(value: Any, type_: pa.DataType) -> Any:
+    """Return a value of Arrow as Python has it, with JSON text in it parsed as it is written."""
+    if value is None or not (isinstance(type_, pa.JsonType) or pa.types.is_nested(type_)):
+        return value
+    if isinstance(type_, pa.JsonType):
+        return json.loads(value)
+    if pa.types.is_struct(type_):
+        return {field.name: _parsed(value[field.name], field.type) for field in type_.fields}
+    return [_parsed(part, type_.value_type) for part in value] if is_list_type(type_) else value

@@ -19,6 +19,7 @@ import longctx.data.contents
 from longctx.data import DataError, load_records, tokenize_records
 from longctx.data.contents import cache_folder, content_digests
 from longctx.data.encoders import TextEncoder
+from longctx.data.json_records import JsonRecords
 from longctx.data.tokenize import _fingerprint
 from longctx.model.load import load_config
 from longctx.model.tiny import tiny_tokenizer
@@ -215,17 +216,17 @@ def test_the_same_contents_elsewhere_are_found(tmp_path) -> None:
 def test_a_file_that_is_written_to_while_it_is_read_leaves_nothing_in_the_cache(tmp_path, monkeypatch) -> None:
     path = tmp_path / "data.jsonl"
     write_jsonl(path, "one")
-    read = longctx.data.json_records._iterate_lines
+    parse = JsonRecords.parse
 
-    def written_to(file):
-        yield from read(file)
+    def written_to(records, raw):
         with path.open("a") as opened:
             opened.write("\n")
+        return parse(records, raw)
 
-    monkeypatch.setattr(longctx.data.json_records, "_iterate_lines", written_to)
+    monkeypatch.setattr(JsonRecords, "parse", written_to)
     with pytest.raises(DataError, match=r"data\.jsonl changed while it was read"):
         load_records(str(path))
-    monkeypatch.undo()
+    assert not list(cache_folder().rglob("*records-*"))
 
 
 # Keys
