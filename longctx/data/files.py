@@ -9,11 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Features, Value
+from datasets import Dataset, Features, Value
 from datasets.table import table_cast
 
+from longctx.data.contents import cache_key, content_digests
 from longctx.data.errors import (
     GROUP_MEMORY_BYTES,
     RECORD_BYTES,
@@ -111,9 +113,6 @@ FORMATS_HELP = (
 
 def read_files(files: Sequence[Path], text_field: str, columns: Sequence[str] | None = None) -> RecordStream:
     """Return the records of files, which must all have one format. Of JSON files, it reads only `columns` if given."""
-    for file in files:
-        if not file.is_file():  # a pipe or a device may have no end
-            raise DataError(f"{file}: not a regular file. Expected {FORMATS_HELP}.")
     formats = {_format_of(file): file for file in reversed(files)}
     if len(formats) > 1:
         examples = ", ".join(f"{format_name} ({file})" for format_name, file in sorted(formats.items()))
@@ -181,6 +180,17 @@ class TableFiles(TableStream):
                 except (pa.ArrowException, ValueError, TypeError) as error:
                     raise unlike_files(str(file), error) from error
                 yield table.select(self.column_names)
+
+
+class SavedTables(TableFiles):
+    """The tables of `Dataset.save_to_disk`, which are mapped where they lie once they are known to be valid."""
+
+    def load(self) -> Dataset:
+        for _ in self.tables():
+            pass
+        dataset = datasets.concatenate_datasets([Dataset.from_file(str(file)) for file in self.files])
+        dataset._fingerprint = cache_key("saved", [file.name for file in self.files], content_digests(self.files))
+        return dataset
 
 
 def unlike_files(where: str, cause: BaseException) -> DataError:

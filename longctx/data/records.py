@@ -9,22 +9,19 @@ import glob
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
 
 import datasets
-import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
-from longctx.data.contents import cache_key, content_digests
-from longctx.data.errors import GROUP_MEMORY_BYTES, DataError, MemoryBound, bounded_by_files, no_records
-from longctx.data.files import DATA_SUFFIXES, FORMATS_HELP, STDLIB, TextFiles, read_files, stdlib_files
+from longctx.data.errors import DataError, no_records
+from longctx.data.files import DATA_SUFFIXES, FORMATS_HELP, STDLIB, SavedTables, TextFiles, read_files, stdlib_files
 from longctx.data.kinds import record_kind
-from longctx.data.reading import IterableRecords, RecordStream, TableStream
+from longctx.data.reading import IterableRecords, RecordStream
 from longctx.untrusted.files import check_data_file, check_folder, files_below, leads_outside, matching_files
 
 Kind = TypeVar("Kind", Dataset, IterableDataset)
@@ -32,7 +29,6 @@ Splits = Mapping[str, Callable[[], RecordStream]]
 """How the records of each split are opened."""
 
 _COMPANION_FILES = frozenset({"readme.md", "license", "license.txt", "license.md", "dataset_infos.json"})
-_THREADS = 8
 
 
 def load_records(
@@ -161,11 +157,11 @@ def _local_splits(name: str, text_field: str, columns: Sequence[str] | None = No
     if name == STDLIB:
         return {"train": lambda: TextFiles(stdlib_files(), text_field)}
     if is_saved(path):
-        return {split: partial(SavedRecords, path, folder) for split, folder in _split_folders(path).items()}
+        return {split: partial(SavedTables, files, text_field) for split, files in _saved_splits(path).items()}
     if path.is_dir():
         parts = _split_files(path)
     elif path.exists():
-        parts = {"train": [path]}
+        parts = {"train": [check_data_file(path)]}
     elif glob.has_magic(name):
         parts = {"train": matching_files(str(path))}
         if not parts["train"]:
@@ -297,64 +293,29 @@ def is_saved(path: Path) -> bool:
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 
-def _split_folders(path: Path) -> dict[str, Path]:
-    try:
-        check_folder(path, subfolders=True)
-        if (path / "state.json").is_file():
-            return {str(_json(path / "state.json").get("_split") or "train"): path}
-        return {name: path / _own_name(name, path) for name in _json(path / "dataset_dict.json")["splits"]}
-    except Exception as error:  # damage shows as any error of the code that meets it
-        raise _unreadable(path, error) from error
+def _saved_splits(path: Path) -> dict[str, list[Path]]:
+    """Return the tables of each split in such a folder, which are all that is read of it.
 
-
-class SavedRecords(TableStream):
-    """A folder of `Dataset.save_to_disk`, which is mapped into memory once its contents are known to be valid."""
-
-    def __init__(self, path: Path, folder: Path) -> None:
-        """
-        Args:
-            path: the data set or the dictionary of several, for messages.
-            folder: the folder of this one.
-        """
-        try:
-            self.dataset = _load_saved(folder)
-        except Exception as error:  # damage shows as any error of the code that meets it
-            raise _unreadable(path, error) from error
-        self.features = self.dataset.features
-
-    def tables(self) -> Iterator[pa.Table]:
-        return self.dataset.select_columns(self.column_names).with_format("arrow").iter(batch_size=256)
-
-    def load(self) -> Dataset:
-        return self.dataset
-
-
-def _load_saved(folder: Path) -> Dataset:
-    """Of state.json, only the names of the tables count. Its format is dropped, and its fingerprint, which anybody
-    could have copied from another data set, is replaced by one of the contents."""
-    state = _json(folder / "state.json")
-    if state.get("_indices_data_files"):
-        raise ValueError("an old release of datasets has kept its selection of rows apart")
-    tables = [folder / _own_name(file["filename"], folder / "state.json") for file in state["_data_files"]]
-    with MemoryBound(GROUP_MEMORY_BYTES), ThreadPoolExecutor(_THREADS) as threads:
-        list(threads.map(_validate, tables))
-    dataset = Dataset.load_from_disk(str(folder)).with_format(None)
-    files = [*tables, folder / "dataset_info.json"]
-    dataset._fingerprint = cache_key("saved", [file.name for file in files], content_digests(files))
-    return dataset
-
-
-def _validate(table: Path) -> None:
-    """Read a whole table and check it: offsets and indices within bounds, text in UTF-8.
-
-    Arrow's readers take offsets on trust, and one that points elsewhere reads foreign memory or crashes the process.
+    Raises:
+        DataError: The folder is damaged, or names files outside itself.
     """
     try:
-        with pa.memory_map(str(table)) as source:
-            for _, batch in bounded_by_files(((table, batch) for batch in pa.ipc.open_stream(source)), [table]):
-                batch.validate(full=True)
-    except pa.ArrowException as error:
-        raise ValueError(f"{table.name}: {error}") from error
+        check_folder(path, subfolders=True)
+        if not (path / "state.json").is_file():
+            folders = {name: path / _own_name(name, path) for name in _json(path / "dataset_dict.json")["splits"]}
+            return {name: _saved_tables(_json(folder / "state.json"), folder) for name, folder in folders.items()}
+        state = _json(path / "state.json")
+        return {str(state.get("_split") or "train"): _saved_tables(state, path)}
+    except Exception as error:  # damage shows as any error of the code that meets it
+        raise DataError(
+            f"{path}: not a readable folder of Dataset.save_to_disk ({error}). Save the data set again."
+        ) from error
+
+
+def _saved_tables(state: Mapping[str, Any], folder: Path) -> list[Path]:
+    if state.get("_indices_data_files"):
+        raise ValueError("an old release of datasets has kept its selection of rows apart")
+    return [folder / _own_name(file["filename"], folder / "state.json") for file in state["_data_files"]]
 
 
 def _own_name(name: Any, where: Path) -> str:
@@ -366,7 +327,3 @@ def _own_name(name: Any, where: Path) -> str:
 
 def _json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _unreadable(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path}: not a readable folder of Dataset.save_to_disk ({error}). Save the data set again.")

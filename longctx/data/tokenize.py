@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
-from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -121,39 +120,26 @@ def choose_encoder(
     columns = [column for column in used if column in dataset.column_names]
     dataset = dataset.select_columns(columns)
     encoder: Encoder
-    completed = partial(_completed, feature=dataset.features[columns[0]], vocab_size=vocab_size, now=now)
     if kind == "input_ids":
         encoder = PretokenizedEncoder(columns, completion_only_loss, assistant_only_loss)
     else:
-        conversational = _holds_chats(dataset, columns[0])
-        if text_field == PAIRS:
-            encoder = _pair_encoder(tokenizer, kind, chat_template, conversational)
-            return dataset, completed(encoder)
-        _check_options(kind, conversational, completion_only_loss, assistant_only_loss)
+        conversational, is_pair = _holds_chats(dataset, columns[0]), text_field == PAIRS
+        if not is_pair:
+            _check_options(kind, conversational, completion_only_loss, assistant_only_loss)
         masks_prompt = kind == "prompt+completion" and completion_only_loss is not False
-        if conversational:
-            template = training_template(tokenizer, chat_template, assistant_only_loss)
-            encoder = ChatEncoder(tokenizer, kind, template, assistant_only_loss, masks_prompt)
+        if not conversational:
+            encoder = PairTextEncoder(tokenizer, kind) if is_pair else TextEncoder(tokenizer, kind, masks_prompt)
         else:
-            encoder = TextEncoder(tokenizer, kind, masks_prompt)
-    return dataset, completed(encoder)
-
-
-def _completed(encoder: Encoder, feature: Any, vocab_size: int | None, now: datetime | None) -> Encoder:
-    """Tell the encoder the model's vocabulary size, how records are stored and the time, and return it."""
+            template = training_template(tokenizer, chat_template, assistant_only_loss and not is_pair)
+            encoder = (
+                PairChatEncoder(tokenizer, kind, template)
+                if is_pair
+                else ChatEncoder(tokenizer, kind, template, assistant_only_loss, masks_prompt)
+            )
+            encoder.has_nulls_of_structs = not isinstance(dataset.features[columns[0]], Json)
+            encoder.tell_time(now or datetime.now())
     encoder.vocab_size = vocab_size
-    if isinstance(encoder, ChatEncoder):
-        encoder.has_nulls_of_structs = not isinstance(feature, Json)
-        encoder.tell_time(now or datetime.now())
-    return encoder
-
-
-def _pair_encoder(
-    tokenizer: PreTrainedTokenizerBase, kind: str, chat_template: str | None, conversational: bool
-) -> Encoder:
-    if not conversational:
-        return PairTextEncoder(tokenizer, kind)
-    return PairChatEncoder(tokenizer, kind, training_template(tokenizer, chat_template, assistant_only=False))
+    return dataset, encoder
 
 
 def _check_dataset(dataset: object) -> None:

@@ -209,6 +209,14 @@ def test_saved_to_disk(tmp_path) -> None:
     assert "not a readable folder of Dataset.save_to_disk" in _load_error(tmp_path / "one")
 
 
+def test_a_saved_table_that_is_cut_off_is_refused(tmp_path) -> None:
+    """`datasets` would read the batches before the cut, and nothing says how many there were."""
+    Dataset.from_dict({"text": TEXTS}).save_to_disk(str(tmp_path / "saved"))
+    (path,) = (tmp_path / "saved").glob("*.arrow")
+    path.write_bytes(path.read_bytes()[:-8])
+    assert "its stream has no end: it was cut off" in _load_error(tmp_path / "saved")
+
+
 def test_changed_file_is_read_again(tmp_path) -> None:
     path = tmp_path / "data.jsonl"
     _write_lines(path, [{"text": "one"}])
