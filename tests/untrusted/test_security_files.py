@@ -261,6 +261,17 @@ def test_compressed_files_are_bounded_by_what_they_unpack_to(tmp_path, monkeypat
         load_records(str(path))
 
 
+def test_a_row_group_that_states_too_large_a_size_is_refused(tmp_path, monkeypatch):
+    """Before any of it is unpacked."""
+    pq.write_table(pa.table({"text": ["a" * MIB] * 3}), tmp_path / "data.parquet", use_dictionary=False)
+    monkeypatch.setattr(files, "GROUP_MEMORY_BYTES", 2 * MIB)
+    for read in (load_records, stream_records):
+        with pytest.raises(
+            DataError, match=r"data\.parquet: a row group or record batch with an unpacked size of more"
+        ):
+            read(str(tmp_path / "data.parquet"))
+
+
 def many_batches(path):
     """40 MiB of texts in batches of 1 MiB, each of which takes some hundred bytes."""
     batch = pa.record_batch({"text": ["a" * 4096] * 256})
