@@ -32,7 +32,7 @@ ROWS = {
     "lora": 19,
     "policy": 25,
     "preference": 53,
-    "security": 94,
+    "security": 95,
     "train": 66,
     "troubleshooting": 50,
     "verify": 33,

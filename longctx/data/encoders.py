@@ -1,4 +1,4 @@
-"""Encoders: a batch of records -> token ids and labels, for text and for records that are tokenised already.
+"""Encoders: a table of records -> token ids and labels, for text and for records that are tokenised already.
 
 Chats are in chat.py; `Dataset.map` calls an encoder with the records' numbers.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +18,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from longctx.data.columns import IGNORE_INDEX, TURN_ENDS, list_array
+from longctx.data.columns import IGNORE_INDEX, TURN_ENDS, is_list_type, list_array
 from longctx.data.errors import DataError, name_record
 from longctx.data.kinds import ALPACA, MASKS, kind_columns
 from longctx.data.messages import alpaca_pair, check_text
@@ -30,7 +30,7 @@ NOTES = "notes"
 """Column of what is to be said of the documents."""
 
 _INT32_MAX = np.iinfo(np.int32).max
-_CHARACTERS_AT_A_TIME = 1 << 20
+_BYTES_AT_A_TIME = 1 << 20
 """Of records that are encoded in one call, where one alone does not have more: the tokenizer needs over 100 bytes for
 each token meanwhile."""
 _SPLIT_PROMPT_WARNING = (
@@ -39,8 +39,21 @@ _SPLIT_PROMPT_WARNING = (
 )
 
 
+class Encoded(NamedTuple):
+    """Some records as tokens."""
+
+    input_ids: list[np.ndarray]
+    """Of each record, int64 [tokens]."""
+    labels: list[np.ndarray]
+    """Of each record, int64 [tokens]; empty if every token is learnt."""
+    notes: Counter[str]
+    """What is to be said of them, in sentences with `{n}` for a number, and these numbers."""
+    turn_ends: list[np.ndarray]
+    """Tokens before the end of each turn of each record, int [turns]; empty unless `--overlong turns` asks for them."""
+
+
 class Encoder:
-    """Batch of records -> Arrow table of documents. Called by `Dataset.map` with the records' numbers.
+    """Arrow table of records -> Arrow table of documents. Called by `Dataset.map` with the records' numbers.
 
     A tokenizer, and a template that comes with it, run in a process of their own, with bounds on time and memory.
     """
@@ -52,12 +65,11 @@ class Encoder:
     vocab_size: int | None = None
     runs = "tokenizer"
     """The code of unknown origin that `encode` runs, for error messages."""
-    notes: Counter[str]
-    """What `encode` has to say of its records, in sentences with `{n}` for a number."""
     gives_turns = False
     """Whether the documents have `turn_ends`, which only those of conversations can have."""
+    notes: Counter[str]
     turn_ends: list[np.ndarray]
-    """Where the turns of each document end, if `--overlong turns` asks for it: tokens before the end, int [turns]."""
+    """Filled by `encode`; see `Encoded`."""
     _process: Confined | None = None
 
     def options(self) -> dict[str, Any]:
@@ -69,36 +81,28 @@ class Encoder:
         """Token ids and, if `masked`, labels of each record."""
         raise NotImplementedError
 
-    def __call__(self, batch: dict[str, list[Any]], indices: Sequence[int], first_record: int = 0) -> pa.Table:
-        """Documents of a batch; `indices` are the records' numbers in a part that begins with `first_record`.
+    def __call__(self, batch: pa.Table, indices: Sequence[int]) -> pa.Table:
+        """Return the documents of some records, which have these numbers, in the columns of `tokenize_records`.
 
         The first document has all notes of the batch, as JSON in the column `notes`; see `take_notes`.
         """
-        indices = [first_record + index for index in indices]
-        input_ids, labels, notes, turn_ends = self._noted(batch, indices)
+        input_ids, labels, notes, turn_ends = self._encode_table(batch, indices)
         for ids, index in zip(input_ids, indices, strict=True):
             if len(ids) == 0:
                 raise DataError(f"{name_record(index)}: 'input_ids' is empty, 0 tokens. Remove the record.")
-        notes["No token is learnt of {n} of the documents, which are kept, as in TRL."] += sum(
-            len(row) > 1 and bool((row[1:] == IGNORE_INDEX).all()) for row in labels or ()
-        )
-        said = json.dumps({note: number for note, number in sorted(notes.items()) if number})
-        columns = {"input_ids": input_ids} | ({} if labels is None else {"labels": labels})
+        columns = {"input_ids": input_ids}
+        if self.masked:
+            columns["labels"] = labels
+            notes["No token is learnt of {n} of the documents, which are kept, as in TRL."] += sum(
+                len(row) > 1 and bool((row[1:] == IGNORE_INDEX).all()) for row in labels
+            )
         arrays = {name: self._list_array(rows, name, indices) for name, rows in columns.items()}
-        if turn_ends:
+        if self.gives_turns:
             ends = np.cumsum([0, *map(len, turn_ends)])
             arrays[TURN_ENDS] = list_array(ends, pa.array(np.concatenate(turn_ends).astype(np.int32)))
-        return pa.table(arrays | {NOTES: pa.array([said if said != "{}" else None] + [None] * (len(indices) - 1))})
-
-    def _noted(self, batch: Any, indices: Sequence[int]) -> tuple[list, list | None, Counter[str], list[np.ndarray]]:
-        """Return token ids, labels, notes and ends of turns of these records."""
-        if self.tokenizer is not None:
-            return self._encode_confined(batch, indices)
-        return self._encode_here(batch, indices)
-
-    def _encode_here(self, batch: Any, indices: Sequence[int]) -> tuple[list, list | None, Counter[str], list]:
-        self.notes, self.turn_ends = Counter(), []
-        return *self.encode(batch, indices), self.notes, self.turn_ends
+        said = json.dumps({note: number for note, number in sorted(notes.items()) if number})
+        first = [] if said == "{}" else [said]
+        return pa.table(arrays | {NOTES: pa.array(first + [None] * (len(indices) - len(first)), pa.string())})
 
     def _list_array(self, rows: Sequence[np.ndarray], column: str, indices: Sequence[int]) -> pa.ListArray:
         """Return rows of integers as an Arrow list<int32> array [num_rows], after a check of their values."""
@@ -131,45 +135,46 @@ class Encoder:
             "Tokenise with this model's tokenizer" + (", and mask labels with -100." if column == "labels" else ".")
         )
 
-    def _encode_confined(self, batch: Mapping[str, list[Any]], indices: Sequence[int]) -> Any:
-        """Return the result of `_encode_here`, made in another process, about a million characters at a time."""
-        input_ids: list[np.ndarray] = []
-        labels: list[np.ndarray] = []
-        notes: Counter[str] = Counter()
-        turn_ends: list[np.ndarray] = []
-        columns = {name: list(batch[name]) for name in batch}
-        sizes = [sum(map(_characters, record)) for record in zip(*columns.values(), strict=True)]
-        for part in _spans(sizes, _CHARACTERS_AT_A_TIME):
-            values = {name: column[part] for name, column in columns.items()}
-            for more_ids, more_labels, more_notes, more_ends in self._encode_part(values, indices[part], sizes[part]):
-                input_ids += more_ids
-                labels += more_labels or []
-                notes += more_notes
-                turn_ends += more_ends
-        return input_ids, labels if self.masked else None, notes, turn_ends
+    def _encode_table(self, batch: pa.Table, indices: Sequence[int]) -> Encoded:
+        """Return the result of `_encode_values`, made in another process, about a million bytes of records at a time.
 
-    def _encode_part(self, batch: dict[str, list[Any]], indices: Sequence[int], sizes: list[int]) -> Iterator[Any]:
-        """Encode some records. If that fails, try each one alone and name the one that fails.
-
-        Args:
-            sizes: Characters of each record.
+        Of records that cannot be encoded together, each half is tried until one record is left, which is named.
         """
-        try:
-            encoded = self.start().call(Bounds.of_text(sum(sizes)), batch, indices)
-        except DataError:
-            raise
-        except Exception as error:
-            self.close()
-            if len(indices) == 1:
-                raise DataError(
-                    f"{name_record(indices[0])}: the {self.runs} cannot encode it: {error}. Shorten or remove the "
-                    f"record, or use another {self.runs}."
-                ) from error
-        else:
-            yield encoded
-            return
-        for row, (index, size) in enumerate(zip(indices, sizes, strict=True)):
-            yield from self._encode_part({name: [column[row]] for name, column in batch.items()}, [index], [size])
+        alone = len(indices) == 1
+        if alone or batch.nbytes <= _BYTES_AT_A_TIME:
+            try:
+                return self.start().call(Bounds.of_text(batch.nbytes), batch.to_pydict(), batch.schema, indices)
+            except DataError:
+                raise
+            except Exception as error:
+                self.close()
+                if alone:
+                    raise DataError(
+                        f"{name_record(indices[0])}: the {self.runs} cannot encode it: {error}. Shorten or remove the "
+                        f"record, or use another {self.runs}."
+                    ) from error
+        half = len(indices) // 2
+        first, second = (
+            self._encode_table(batch.slice(start, stop - start), indices[start:stop])
+            for start, stop in ((0, half), (half, len(indices)))
+        )
+        return Encoded(
+            first.input_ids + second.input_ids,
+            first.labels + second.labels,
+            first.notes + second.notes,
+            first.turn_ends + second.turn_ends,
+        )
+
+    def _encode_values(self, batch: dict[str, list[Any]], schema: pa.Schema, indices: Sequence[int]) -> Encoded:
+        """Encode the values of a table, once JSON text among them is parsed."""
+        columns = {name: [_parsed(value, schema.field(name).type) for value in batch[name]] for name in batch}
+        return self.encode_noted(columns, indices)
+
+    def encode_noted(self, columns: dict[str, list[Any]], indices: Sequence[int]) -> Encoded:
+        """Return the result of `encode`, and what there is to say of it."""
+        self.notes, self.turn_ends = Counter(), []
+        input_ids, labels = self.encode(columns, indices)
+        return Encoded(input_ids, labels or [], self.notes, self.turn_ends)
 
     def start(self) -> Confined:
         """Start the process that encodes, unless it runs already.
@@ -177,7 +182,7 @@ class Encoder:
         A fork keeps a copy of every page that this process writes to later, so it is best made before weights are read.
         """
         if self._process is None or not self._process.is_ours:
-            self._process = Confined(self._encode_here)
+            self._process = Confined(self._encode_values)
         return self._process
 
     def close(self) -> None:
@@ -314,7 +319,7 @@ class PretokenizedEncoder(Encoder):
         masks = ["assistant_masks"] if "assistant_masks" in columns else []
         return masks + (["completion_mask"] if completion_only else [])
 
-    def encode(self, batch: Any, indices: Sequence[int]) -> tuple[list, list | None]:
+    def _encode_table(self, batch: pa.Table, indices: Sequence[int]) -> Encoded:
         columns = {name: self._rows(batch[name], name, indices) for name in batch.column_names}
         input_ids, labels = [], []
         for row, index in enumerate(indices):
@@ -325,7 +330,7 @@ class PretokenizedEncoder(Encoder):
             _check_whole(values, index)
             input_ids.append(ids)
             labels.append(self._labels(values))
-        return input_ids, labels if self.masked else None
+        return Encoded(input_ids, labels, Counter(), [])
 
     def _rows(self, column: pa.ChunkedArray, name: str, indices: Sequence[int]) -> list[np.ndarray]:
         """Rows of a list column of integers or booleans as int64 views into one array."""
@@ -401,29 +406,12 @@ def warn_of_split_prompt() -> None:
     logger.warning_once(_SPLIT_PROMPT_WARNING)
 
 
-def _characters(value: object) -> int:
-    """The characters of all strings in a value of JSON; a number counts as a few."""
-    total, waiting = 0, [value]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, str):
-            total += len(part)
-        elif isinstance(part, Mapping):
-            waiting += [*part, *part.values()]
-        elif isinstance(part, list):
-            waiting += part
-        else:
-            total += 8
-    return total
-
-
-def _spans(sizes: Sequence[int], limit: int) -> Iterator[slice]:
-    """Cut a list, whose items have these sizes, into runs of at most `limit` (or one item)."""
-    start = size = 0
-    for index, more in enumerate(sizes):
-        if index > start and size + more > limit:
-            yield slice(start, index)
-            start, size = index, 0
-        size += more
-    if start < len(sizes):
-        yield slice(start, len(sizes))
+def _parsed(value: Any, type_: pa.DataType) -> Any:
+    """Return a value of Arrow as Python has it, with JSON text in it parsed as it is written."""
+    if value is None or not (isinstance(type_, pa.JsonType) or pa.types.is_nested(type_)):
+        return value
+    if isinstance(type_, pa.JsonType):
+        return json.loads(value)
+    if pa.types.is_struct(type_):
+        return {field.name: _parsed(value[field.name], field.type) for field in type_.fields}
+    return [_parsed(part, type_.value_type) for part in value] if is_list_type(type_) else value

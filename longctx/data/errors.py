@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from longctx.untrusted.confined import data_bytes
+
 Part = TypeVar("Part")
 
 
@@ -62,8 +64,6 @@ UNPACKED_TIMES = 1000
 """Unpacked records may be as many times as large as their files, or GROUP_MEMORY_BYTES if that is more. Real documents
 become some ten times as large."""
 
-_STATM = Path("/proc/self/statm")
-
 
 class MemoryBound:
     """Let this process take so many bytes more than it has now, besides files that are mapped into memory.
@@ -73,11 +73,8 @@ class MemoryBound:
 
     def __init__(self, nbytes: int) -> None:
         self._before = resource.getrlimit(resource.RLIMIT_DATA)
-        self._limit = self._before[0]
-        if _STATM.exists():
-            held = int(_STATM.read_text().split()[5]) * resource.getpagesize()
-            known = [limit for limit in self._before if limit != resource.RLIM_INFINITY]
-            self._limit = min([held + nbytes, *known])
+        known = [limit for limit in self._before if limit != resource.RLIM_INFINITY]
+        self._limit = self._before[0] if (held := data_bytes()) is None else min([held + nbytes, *known])
 
     def __enter__(self) -> Self:
         resource.setrlimit(resource.RLIMIT_DATA, (self._limit, self._before[1]))

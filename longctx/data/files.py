@@ -1,43 +1,27 @@
-"""Files of one format -> records, through the cache of `datasets`.
-
-Text and source files are one document each; among them is the standard library of the running Python.
-"""
+"""Files of one format -> records. Text and source files are one document each, also those of Python's own library."""
 
 from __future__ import annotations
 
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import datasets
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Dataset, DatasetInfo, Features, IterableDataset, Value
-from datasets.arrow_writer import ArrowWriter
-from datasets.iterable_dataset import ArrowExamplesIterable
+from datasets import Dataset, Features, Value
 from datasets.table import table_cast
 
-from longctx.data.contents import (
-    FileState,
-    cache_folder,
-    cache_key,
-    check_unchanged,
-    content_digests,
-    file_state,
-)
+from longctx.data.contents import cache_key, content_digests
 from longctx.data.errors import (
+    GROUP_MEMORY_BYTES,
     RECORD_BYTES,
     DataError,
     bounded_by_files,
     name_files,
-    name_record,
     no_records,
     too_large,
     too_long,
@@ -46,7 +30,7 @@ from longctx.data.errors import (
 )
 from longctx.data.json_records import JsonRecords
 from longctx.data.kinds import record_kind
-from longctx.untrusted.files import written_whole
+from longctx.data.reading import RecordStream, TableStream
 
 STDLIB = "stdlib"
 """Value of `--dataset_name` that selects the running Python's own standard-library sources."""
@@ -54,21 +38,25 @@ STDLIB = "stdlib"
 _STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
 
 
-class TextFiles:
-    """Text files as records, one per file, in the order given."""
+class TextFiles(RecordStream):
+    """Text files as records, one per file, in the order given. As it lies, a record is the path of its file."""
 
     def __init__(self, files: Sequence[Path], text_field: str) -> None:
         self.files = list(files)
-        self.text_field = text_field
         self.features = Features({text_field: Value("string")})
 
-    def places(self) -> Iterator[str]:
-        """The file of each record."""
-        return map(str, self.files)
+    def raw(self) -> Iterator[Path]:
+        return iter(self.files)
 
-    def __call__(self) -> Iterator[dict[str, str]]:
-        for path in self.files:
-            yield {self.text_field: _read_text(path)}
+    def size(self, record: Path) -> int:
+        return record.stat().st_size if record.exists() else 0
+
+    def place(self, record: int) -> str:
+        return str(self.files[record])
+
+    def parse(self, records: Sequence[Path]) -> pa.Table:
+        texts = [_read_text(path) for path in records]
+        return pa.table(dict.fromkeys(self.features, texts), schema=self.features.arrow_schema)
 
 
 def _read_text(path: Path) -> str:
@@ -107,26 +95,6 @@ def stdlib_files() -> list[Path]:
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
-_CONTINUATION = b"\xff\xff\xff\xff"
-_END_OF_STREAM = _CONTINUATION + b"\x00\x00\x00\x00"
-
-_PART_BYTES = 1 << 30
-"""Bytes of files that are read into the cache at a time, which an interruption loses."""
-_RECORDS_AT_A_TIME = 256
-"""Records of Parquet that are unpacked at a time."""
-
-
-@dataclass(frozen=True)
-class Loader:
-    """Reads one split, and knows the place of each record."""
-
-    load: Callable[[], Dataset]
-    stream: Callable[[], IterableDataset]
-    """Returns the same records, read on demand."""
-    places: Callable[[], Iterator[str]]
-    """File and line (or number) of every record, in order; for error messages."""
-
-
 _JSON_SUFFIXES = (".jsonl", ".json")
 DATA_SUFFIXES = (*_JSON_SUFFIXES, ".parquet", ".arrow")
 """Files of records; any other file is one text document."""
@@ -143,11 +111,8 @@ FORMATS_HELP = (
 )
 
 
-def files_loader(files: Sequence[Path], text_field: str, columns: Sequence[str] | None = None) -> Loader:
-    """Return the loader of files, which must all have one format. Of JSON files, it reads only `columns` if given."""
-    for file in files:
-        if not file.is_file():  # a pipe or a device may have no end
-            raise DataError(f"{file}: not a regular file. Expected {FORMATS_HELP}.")
+def read_files(files: Sequence[Path], text_field: str, columns: Sequence[str] | None = None) -> RecordStream:
+    """Return the records of files, which must all have one format. Of JSON files, it reads only `columns` if given."""
     formats = {_format_of(file): file for file in reversed(files)}
     if len(formats) > 1:
         examples = ", ".join(f"{format_name} ({file})" for format_name, file in sorted(formats.items()))
@@ -157,14 +122,8 @@ def files_loader(files: Sequence[Path], text_field: str, columns: Sequence[str] 
         )
     (format_name,) = formats
     if format_name == "json":
-        return generated_loader(lambda: JsonRecords(files, text_field, columns))
-    if format_name == "text":
-        return generated_loader(lambda: TextFiles(files, text_field))
-    return Loader(
-        load=lambda: _load_arrow(files, format_name, text_field),
-        stream=lambda: _stream_arrow(files, format_name, text_field),
-        places=lambda: _arrow_places(files, format_name),
-    )
+        return JsonRecords(files, text_field, columns)
+    return TextFiles(files, text_field) if format_name == "text" else TableFiles(files, text_field)
 
 
 def _format_of(file: Path) -> str:
@@ -181,125 +140,57 @@ def _format_of(file: Path) -> str:
     return "text"
 
 
-def generated_loader(make: Callable[[], JsonRecords | TextFiles]) -> Loader:
-    return Loader(
-        load=lambda: _load_generated(make()),
-        stream=lambda: _stream_generated(make()),
-        places=lambda: make().places(),
-    )
+_ROWS_AT_A_TIME = 256
+"""Records of Parquet that are unpacked at a time."""
 
 
-def _stream_generated(records: JsonRecords | TextFiles) -> IterableDataset:
-    return IterableDataset.from_generator(records, features=records.features)
+class TableFiles(TableStream):
+    """The records of Parquet or Arrow files, cast to the types of the first file that has any."""
+
+    def __init__(self, files: Sequence[Path], text_field: str) -> None:
+        kinds: dict[str, Path] = {}
+        found: dict[Path, Features] = {}
+        for file in files:
+            with _damage_named(file):
+                schema, batches = _open(file)
+                if twice := [name for name, times in Counter(schema.names).items() if times > 1]:
+                    raise ValueError(f"it has two columns with the name {twice[0]!r}")
+                features = Features.from_arrow_schema(schema)
+                if any(batch.num_rows for batch in batches):
+                    found[file] = features
+            kinds.setdefault(record_kind(schema.names, text_field, str(file)), file)
+        if len(kinds) > 1:
+            listed = ", ".join(f"{kind!r} in {file}" for kind, file in kinds.items())
+            raise DataError(f"mixed kinds of records: {listed}. Put each kind into a data set of its own.")
+        if not found:
+            raise no_records(name_files(files))
+        self.files, self.features = list(found), next(iter(found.values()))
+        self.schema = self.features.arrow_schema
+
+    def tables(self) -> Iterator[pa.Table]:
+        tables = ((file, table) for file in self.files for table in self._tables_of(file))
+        return (table for _, table in bounded_by_files(tables, self.files))
+
+    def _tables_of(self, file: Path) -> Iterator[pa.Table]:
+        with _damage_named(file):
+            for batch in _open(file)[1]:
+                batch.validate(full=True)  # neither offsets nor text are checked by reading them
+                try:
+                    table = table_cast(pa.Table.from_batches([batch]), self.schema)
+                except (pa.ArrowException, ValueError, TypeError) as error:
+                    raise unlike_files(str(file), error) from error
+                yield table.select(self.column_names)
 
 
-def _load_generated(records: JsonRecords | TextFiles) -> Dataset:
-    """Write records to the cache of `datasets` once for the same contents of the files, and map them into memory.
+class SavedTables(TableFiles):
+    """The tables of `Dataset.save_to_disk`, which are mapped where they lie once they are known to be valid."""
 
-    Some files after the others, so that a run that was interrupted finds those it had read.
-    """
-    states = [file_state(file) for file in records.files]
-    digests = content_digests(records.files)
-    fingerprint = _records_key(records, digests)
-    bytes_before = np.cumsum([0, *(state.size for state in states[:-1])])
-    starts = np.flatnonzero(np.diff(bytes_before // _PART_BYTES, prepend=-1)).tolist()
-    if len(starts) == 1:
-        return _generate(_Unchanged(records, states), fingerprint)
-    parts = []
-    for start, stop in zip(starts, [*starts[1:], len(states)], strict=True):
-        part = copy(records)
-        part.files = records.files[start:stop]
-        if next(part.places(), None) is None:  # files of blank lines only
-            continue
-        parts.append(_generate(_Unchanged(part, states[start:stop]), _records_key(part, digests[start:stop])))
-    whole = datasets.concatenate_datasets(parts)
-    whole._fingerprint = fingerprint
-    return whole
-
-
-def _records_key(records: JsonRecords | TextFiles, digests: Sequence[str]) -> str:
-    """Return the fingerprint of the records of files with these contents; where the files are does not matter.
-
-    The features are those of the first file of all, which a part does not have.
-    """
-    selected = records.selected if isinstance(records, JsonRecords) else None
-    chosen = [] if selected is None else [sorted(selected)]  # what is not selected is not checked either
-    return cache_key(type(records).__name__, records.text_field, records.features.to_dict(), list(digests), *chosen)
-
-
-class _Unchanged:
-    """Records of files that are checked, once they have all been read, to be the files that were hashed."""
-
-    def __init__(self, records: JsonRecords | TextFiles, states: Sequence[FileState]) -> None:
-        self.records, self.states = records, list(states)
-
-    def __call__(self) -> Iterator[dict[str, Any]]:
-        """
-        Raises:
-            DataError: at the end, before anything is kept, for a file that was written to meanwhile.
-        """
-        yield from self.records()
-        for file, state in zip(self.records.files, self.states, strict=True):
-            check_unchanged(file, state)
-
-
-def _generate(unchanged: _Unchanged, fingerprint: str) -> Dataset:
-    records = unchanged.records
-    try:
-        return Dataset.from_generator(unchanged, features=records.features, fingerprint=fingerprint)
-    except datasets.exceptions.DatasetGenerationError as error:
-        cause = error.__cause__
-        if isinstance(cause, DataError):
-            raise cause from None
-        if isinstance(cause, ValueError | RecursionError | pa.ArrowException):  # such as lists nested too deeply
-            raise DataError(
-                f"{name_files(records.files)}: a record cannot be stored ({cause}). Correct or remove it."
-            ) from error
-        raise
-
-
-def _load_arrow(files: Sequence[Path], format_name: str, text_field: str) -> Dataset:
-    """Write the records of Parquet or Arrow files to the cache once for the same contents, and map them into memory."""
-    filled = _filled_files(files, format_name, text_field)
-    states = [file_state(file) for file in filled]
-    fingerprint = cache_key(format_name, content_digests(list(filled)))
-    kept = cache_folder() / f"records-{fingerprint}.arrow"
-    if not kept.exists():
-        with written_whole(kept) as unfinished:
-            with ArrowWriter(features=next(iter(filled.values())), path=str(unfinished)) as writer:
-                for _, table in datasets.utils.tqdm(_tables(filled, format_name), desc="Reading", unit=" tables"):
-                    writer.write_table(table)
-                writer.finalize()
-            for file, state in zip(filled, states, strict=True):
-                check_unchanged(file, state)
-    loaded = Dataset.from_file(str(kept))
-    loaded._fingerprint = fingerprint
-    return loaded
-
-
-def _stream_arrow(files: Sequence[Path], format_name: str, text_field: str) -> IterableDataset:
-    filled = _filled_files(files, format_name, text_field)
-    tables = ArrowExamplesIterable(lambda: _tables(filled, format_name), {})
-    return IterableDataset(tables, info=DatasetInfo(features=next(iter(filled.values()))))
-
-
-def _tables(filled: Mapping[Path, Features], format_name: str) -> Iterator[tuple[str, pa.Table]]:
-    """Yield the records of Parquet or Arrow files as small tables, each with a key, cast to the first file's types."""
-    schema = next(iter(filled.values())).arrow_schema
-    batches = ((file, batch) for file in filled for batch in _batches(file, format_name))
-    for number, (file, batch) in enumerate(bounded_by_files(batches, list(filled))):
-        try:
-            table = table_cast(pa.Table.from_batches([batch]), schema)
-        except (pa.ArrowException, ValueError, TypeError) as error:
-            raise unlike_files(str(file), error) from error
-        yield str(number), table
-
-
-def _batches(file: Path, format_name: str) -> Iterator[pa.RecordBatch]:
-    with _damage_named(file, format_name):
-        for batch in _open(file, format_name)[2]:
-            batch.validate(full=format_name == "arrow")  # reading an Arrow file does not check its offsets
-            yield batch
+    def load(self) -> Dataset:
+        for _ in self.tables():
+            pass
+        dataset = datasets.concatenate_datasets([Dataset.from_file(str(file)) for file in self.files])
+        dataset._fingerprint = cache_key("saved", [file.name for file in self.files], content_digests(self.files))
+        return dataset
 
 
 def unlike_files(where: str, cause: BaseException) -> DataError:
@@ -310,37 +201,8 @@ def unlike_files(where: str, cause: BaseException) -> DataError:
     )
 
 
-def _filled_files(files: Sequence[Path], format_name: str, text_field: str) -> dict[Path, Features]:
-    """Features of the parquet or Arrow files that have rows, after a look at every file's."""
-    kinds: dict[str, Path] = {}
-    filled = {}
-    for file in files:
-        with _damage_named(file, format_name):
-            schema, counts, _ = _open(file, format_name)
-            if twice := [name for name, times in Counter(schema.names).items() if times > 1]:
-                raise ValueError(f"it has two columns with the name {twice[0]!r}")
-            features = Features.from_arrow_schema(schema)
-            is_filled = any(counts)
-        kinds.setdefault(record_kind(schema.names, text_field, str(file)), file)
-        if is_filled:
-            filled[file] = features
-    if len(kinds) > 1:
-        listed = ", ".join(f"{kind!r} in {file}" for kind, file in kinds.items())
-        raise DataError(f"mixed kinds of records: {listed}. Put each kind into a data set of its own.")
-    if not filled:
-        raise no_records(name_files(files))
-    return filled
-
-
-def _arrow_places(files: Sequence[Path], format_name: str) -> Iterator[str]:
-    for file in files:
-        with _damage_named(file, format_name):
-            rows = (row for count in _open(file, format_name)[1] for row in range(count))
-            yield from (f"{file}, {name_record(number)}" for number, _ in enumerate(rows))
-
-
 @contextmanager
-def _damage_named(file: Path, format_name: str) -> Iterator[None]:
+def _damage_named(file: Path) -> Iterator[None]:
     """Name the file in whatever is raised about it, since damage shows as any error of the code that meets it."""
     try:
         yield
@@ -350,31 +212,35 @@ def _damage_named(file: Path, format_name: str) -> Iterator[None]:
         raise too_large(str(file)) from None
     except Exception as error:
         raise DataError(
-            f"{file}: not a readable {format_name} file ({error}). Write it again, with columns of text, "
+            f"{file}: not a readable {file.suffix.lower()[1:]} file ({error}). Write it again, with columns of text, "
             "numbers, and lists or objects of them, or correct its suffix."
         ) from None
 
 
-def _open(file: Path, format_name: str) -> tuple[pa.Schema, Iterable[int], Iterator[pa.RecordBatch]]:
-    """Return the schema of a Parquet or Arrow file, the numbers of its records, and its records.
+def _open(file: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """Return the schema of a Parquet or Arrow file, and its records, which are unpacked only as they are asked for.
 
-    An Arrow file may have the stream format or the file format. Records are counted and unpacked only as they are asked
-    for.
+    An Arrow file may have the stream format or the file format. The stream format must have its end: without one, it
+    was cut off between two batches.
     """
-    if format_name == "parquet":
+    if _format_of(file) == "parquet":
         parquet = pq.ParquetFile(file)
-        batches = within_memory(parquet.iter_batches(_RECORDS_AT_A_TIME))
-        return parquet.schema_arrow, [parquet.metadata.num_rows], batches
+        metadata = parquet.metadata
+        if any(metadata.row_group(i).total_byte_size > GROUP_MEMORY_BYTES for i in range(metadata.num_row_groups)):
+            raise MemoryError
+        return parquet.schema_arrow, within_memory(parquet.iter_batches(_ROWS_AT_A_TIME))
     source = pa.memory_map(str(file))
     try:
         stream = pa.ipc.open_stream(source)
     except pa.ArrowInvalid:
         reader = pa.ipc.open_file(source)
-        schema, batches = reader.schema, within_memory(map(reader.get_batch, range(reader.num_record_batches)))
-    else:
-        schema, batches = stream.schema, within_memory(stream)
-        _check_end_of_stream(pa.memory_map(str(file)))
-    return schema, (batch.num_rows for batch in batches), batches
+        return reader.schema, within_memory(map(reader.get_batch, range(reader.num_record_batches)))
+    _check_end_of_stream(pa.memory_map(str(file)))
+    return stream.schema, within_memory(stream)
+
+
+_CONTINUATION = b"\xff\xff\xff\xff"
+_END_OF_STREAM = _CONTINUATION + b"\x00\x00\x00\x00"
 
 
 def _check_end_of_stream(source: pa.NativeFile) -> None:

@@ -1,4 +1,7 @@
-"""JSON files -> records: one object per line or one array of objects, each checked and named on error."""
+"""JSON files -> records: one object per line or one array of objects, each checked and named on error.
+
+`datasets` would round numbers to 10 decimals, and give every object the keys of all others, which changes tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from datasets import Features, Json, Value
-from datasets.utils.json import ujson_dumps, ujson_loads
 
 from longctx.data.errors import (
     RECORD_BYTES,
@@ -37,6 +41,7 @@ from longctx.data.kinds import (
     record_kind,
 )
 from longctx.data.messages import check_chat, check_text
+from longctx.data.reading import RecordStream
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _INT32_MAX = np.iinfo(np.int32).max
@@ -51,190 +56,155 @@ _NESTED = 100
 _HALF_OF_A_PAIR = re.compile(r"\\u[dD]")
 
 
-class JsonRecords:
+class JsonRecords(RecordStream):
     """The records of JSON files. All must be of the first record's kind, and only the columns of that kind are kept.
 
-    With `selected`, records are read as if they had no other columns.
+    As they lie, records are a place and a text of JSON. With `selected`, they are read as if they had no other columns.
     """
 
     def __init__(self, files: Sequence[Path], text_field: str, selected: Sequence[str] | None = None) -> None:
-        self.files = list(files)
-        self.text_field, self.selected = text_field, selected
-        first = next(self._iterate_raw(), None)
+        self.files, self.text_field, self.selected = list(files), text_field, selected
+        first = next(self.raw(), None)
         if first is None:
             raise no_records(name_files(self.files))
-        self.first_where, record = first
+        self.first_place, record = first[0], parse_object(*first)
         check_selection(selected or (), record, may_lack=CONVERSATION_EXTRAS)
         record = self._select(record)
-        self.kind = record_kind(_present(record), text_field, self.first_where)
-        is_chat = any(isinstance(record[column], list) for column in kind_columns(self.kind) if column in record)
-        self.conversational = self.kind == ALPACA or (self.kind != "input_ids" and is_chat)
+        self.kind = record_kind(_present(record), text_field, self.first_place)
+        is_chat = any(isinstance(record.get(column), list) for column in kind_columns(self.kind))
+        self.is_json = self.kind == ALPACA or (self.kind != "input_ids" and is_chat)
         self.columns = self._columns_of(record)
+        type_ = TOKENS if self.kind == "input_ids" else Json() if self.is_json else Value("string")
+        self.features = Features(dict.fromkeys(self.columns, type_))
+
+    def options(self) -> list[Any]:
+        # What is not selected is not checked either.
+        return [self.text_field, None if self.selected is None else sorted(self.selected)]
+
+    def raw(self) -> Iterator[tuple[str, str | bytes]]:
+        return (record for path in self.files for record in _texts(path))
+
+    def size(self, record: tuple[str, str | bytes]) -> int:
+        return len(record[1])
+
+    def place(self, record: int) -> str | None:
+        return next((place for place, _ in islice(self.raw(), record, None)), None)
+
+    def parse(self, records: Sequence[tuple[str, str | bytes]]) -> pa.Table:
+        objects = [(place, self._select(parse_object(place, text))) for place, text in records]
+        for place, record in objects:
+            self._check_kind(record, place)
+        columns = []
+        for name in self.column_names:
+            values = [self._value(record.get(name), name, place) for place, record in objects]
+            columns.append(pa.array(values, self.features.arrow_schema.field(name).type))
+        return pa.Table.from_arrays(columns, schema=self.features.arrow_schema)
 
     def _columns_of(self, record: Mapping[str, Any]) -> tuple[str, ...]:
         if self.kind == "input_ids":
             return tuple(column for column in (*PER_TOKEN_COLUMNS, *CHECKED_COLUMNS) if record.get(column) is not None)
-        return kind_columns(self.kind) + (optional_columns(self.kind) if self.conversational else ())
-
-    @property
-    def features(self) -> Features:
-        if self.kind == "input_ids":
-            return Features(dict.fromkeys(self.columns, TOKENS))
-        return Features(dict.fromkeys(self.columns, Json() if self.conversational else Value("string")))
-
-    def _iterate_raw(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for path in self.files:
-            try:
-                yield from _iterate(path)
-            except OSError as error:
-                raise unreadable(path, error) from error
+        return kind_columns(self.kind) + (optional_columns(self.kind) if self.is_json else ())
 
     def _select(self, record: dict[str, Any]) -> dict[str, Any]:
         if self.selected is None:
             return record
         return {column: value for column, value in record.items() if column in self.selected}
 
-    def places(self) -> Iterator[str]:
-        """File and line, or file and number, of each record."""
-        return (where for where, _ in self._iterate_raw())
-
-    def __call__(self) -> Iterator[dict[str, Any]]:
-        for where, record in self._iterate_raw():
-            record = self._select(record)
-            self._check_kind(record, where)
-            yield {column: self._value(record.get(column), column, where) for column in self.columns}
-
-    def _check_kind(self, record: Mapping[str, Any], where: str) -> None:
+    def _check_kind(self, record: Mapping[str, Any], place: str) -> None:
         present = _present(record)
         filled = [column for column in present if record[column] not in ([], "")]
-        check_unread_columns(filled, self.kind, isinstance(record.get("label"), bool), where)
-        same_kind = record_kind(present, self.text_field, where) == self.kind
+        check_unread_columns(filled, self.kind, isinstance(record.get("label"), bool), place)
+        same_kind = record_kind(present, self.text_field, place) == self.kind
         if not same_kind or self._columns_of(record) != self.columns:
             raise DataError(
-                f"{where}: mixed kinds of records: this one has the columns {sorted(present)}, "
-                f"but {self.first_where} is a {self.kind!r} record with {sorted(self.columns)}. "
+                f"{place}: mixed kinds of records: this one has the columns {sorted(present)}, "
+                f"but {self.first_place} is a {self.kind!r} record with {sorted(self.columns)}. "
                 "Put each kind into a data set of its own."
             )
 
-    def _value(self, value: Any, column: str, where: str) -> Any:
+    def _value(self, value: Any, column: str, place: str) -> Any:
         if self.kind == "input_ids":
-            return _token_array(value, column, where)
-        if not self.conversational:
-            check_text(value, column, where)
-        else:
-            if column not in optional_columns(self.kind) and self.kind != ALPACA:
-                check_chat(value, column, where)
-            _check_numbers(value, column, where)
-        return value
+            return _token_array(value, column, place)
+        if not self.is_json:
+            check_text(value, column, place)
+            return value
+        if column in kind_columns(self.kind) and self.kind != ALPACA:
+            check_chat(value, column, place)
+        return None if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _present(record: Mapping[str, Any]) -> list[str]:
     return [column for column, value in record.items() if value is not None]
 
 
-def _check_numbers(value: Any, column: str, where: str) -> None:
-    """Refuse numbers that `datasets` would change: it stores whole numbers in 64 bits and others with 10 decimals."""
-    if isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            _check_numbers(part, column, where)
-    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        raise DataError(f"{where}: '{column}' holds a whole number beyond 64 bits. Correct the record.")
-    elif isinstance(value, float) and repr(kept := ujson_loads(ujson_dumps(value))) != repr(value):
-        raise DataError(
-            f"{where}: '{column}' holds the number {value!r}, which would be kept as {kept!r}. Round it to 10 decimals "
-            "or fewer, or write it as a string."
-        )
-
-
-def _token_array(value: object, column: str, where: str) -> np.ndarray:
+def _token_array(value: object, column: str, place: str) -> np.ndarray:
     """A JSON list of integers as int32 [num_tokens]. A boolean is no integer, though it is one in Python."""
     if not isinstance(value, list) or set(map(type, value)) - {int}:
         wrong = next(part for part in value if type(part) is not int) if isinstance(value, list) else value
         raise DataError(
-            f"{where}: '{column}' {'holds' if isinstance(value, list) else 'is'} {json.dumps(wrong)[:60]}; expected a "
+            f"{place}: '{column}' {'holds' if isinstance(value, list) else 'is'} {json.dumps(wrong)[:60]}; expected a "
             "flat list of integers. Correct the record."
         )
     try:
         return np.array(value, np.int32)
     except OverflowError:
         raise DataError(
-            f"{where}: '{column}' holds {max(value, key=abs)}, which is beyond 32-bit token ids "
+            f"{place}: '{column}' holds {max(value, key=abs)}, which is beyond 32-bit token ids "
             f"(limit {_INT32_MAX}). Correct the record."
         ) from None
 
 
-def _iterate(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, record) of one file."""
-    with path.open("rb") as file:
-        start = file.read(64).removeprefix(_BYTE_ORDER_MARK).lstrip()
-    return _iterate_array(path) if start.startswith(b"[") else _iterate_lines(path)
-
-
-def _iterate_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (`file:line`, record). Lines of white space only are passed over wherever they stand."""
-    with path.open("rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(RECORD_BYTES + 1), b""), start=1):
-            where = f"{path}:{number}"
-            if len(line) > RECORD_BYTES:
-                raise too_long(where, "a line", RECORD_BYTES, "Put one record into each line, or split the record.")
-            if number == 1:
-                line = line.removeprefix(_BYTE_ORDER_MARK)
-            if line.strip():
-                yield where, _parse_line(line, where)
-
-
-def _iterate_array(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (`file, record n`, record) of a file that is one JSON array. Its text is read whole."""
-    with path.open("rb") as file:
-        data = file.read(_ARRAY_BYTES + 1)
-    if len(data) > _ARRAY_BYTES:
-        raise too_long(str(path), "a JSON array", _ARRAY_BYTES, "Write one object per line, which is read in turn.")
-    where = f"{path}, {name_record(0)}"
+def _texts(path: Path) -> Iterator[tuple[str, str | bytes]]:
+    """Yield the place and the text of each record of one file."""
     try:
-        for number, (record, text) in enumerate(_elements(data.decode("utf-8-sig")), start=1):
-            yield where, _checked(record, where, text)
-            where = f"{path}, {name_record(number)}"
+        with path.open("rb") as file:
+            start = file.read(64).removeprefix(_BYTE_ORDER_MARK)
+            file.seek(0)
+            if start.lstrip().startswith(b"["):
+                data = file.read(_ARRAY_BYTES + 1)
+                if len(data) > _ARRAY_BYTES:
+                    remedy = "Write one object per line, which is read in turn."
+                    raise too_long(str(path), "a JSON array", _ARRAY_BYTES, remedy)
+                yield from _elements(data, path)
+                return
+            for number, line in enumerate(iter(lambda: file.readline(RECORD_BYTES + 1), b""), start=1):
+                if len(line) > RECORD_BYTES:
+                    remedy = "Put one record into each line, or split the record."
+                    raise too_long(f"{path}:{number}", "a line", RECORD_BYTES, remedy)
+                if line.strip():
+                    yield f"{path}:{number}", line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _elements(data: bytes, path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of each element of a JSON array, which are found by parsing one at a time."""
+    number, place = 0, f"{path}, {name_record(0)}"
+    try:
+        text = data.decode("utf-8-sig")
+        position = _skip_space(text, _skip_space(text, 0) + 1)
+        while text[position : position + 1] != "]" or number:
+            with MemoryBound(RECORD_MEMORY_BYTES) if len(text) > SMALL_TEXT else nullcontext():
+                end = json.JSONDecoder().raw_decode(text, position)[1]
+            yield place, text[position:end]
+            number, position = number + 1, _skip_space(text, end)
+            place = f"{path}, {name_record(number)}"
+            if text[position : position + 1] == "]":
+                break
+            if text[position : position + 1] != ",":
+                raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
+            position = _skip_space(text, position + 1)
+        if _skip_space(text, position + 1) < len(text):
+            raise json.JSONDecodeError("Extra data", text, position + 1)
+    except (MemoryError, RecursionError) as error:
+        raise _beyond_limits(error, place) from None
     except DataError:
         raise
-    except MemoryError:
-        raise _too_large(where) from None
-    except RecursionError:
-        raise _too_deep(where) from None
     except ValueError as error:  # also a number of more than 4,300 digits
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise DataError(
             f"{path}{line}: malformed JSON ({error}). Expected an array of objects, or one object per line."
         ) from None
-
-
-def _elements(text: str) -> Iterator[tuple[Any, str]]:
-    """Yield the elements of a JSON array and the text of each, parsing one at a time.
-
-    Raises:
-        MemoryError: for an element that is too large once it is parsed.
-        RecursionError: for one that is too deeply nested.
-        ValueError: for malformed JSON.
-    """
-    decoder = json.JSONDecoder(object_pairs_hook=_object)
-    position, measured_at = _skip_space(text, _skip_space(text, 0) + 1), 0
-    bound = MemoryBound(RECORD_MEMORY_BYTES)
-    is_first = True
-    while not (is_first and text[position : position + 1] == "]"):
-        if position - measured_at > SMALL_TEXT:
-            bound, measured_at = MemoryBound(RECORD_MEMORY_BYTES), position
-        with bound:
-            element, end = decoder.raw_decode(text, position)
-        yield element, text[position:end]
-        is_first = False
-        position = _skip_space(text, end)
-        if text[position : position + 1] == "]":
-            break
-        if text[position : position + 1] != ",":
-            raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
-        position = _skip_space(text, position + 1)
-    end = _skip_space(text, position + 1)
-    if end < len(text):
-        raise json.JSONDecodeError("Extra data", text, end)
 
 
 def _skip_space(text: str, position: int) -> int:
@@ -244,37 +214,53 @@ def _skip_space(text: str, position: int) -> int:
     return match.end()
 
 
-def _too_large(where: str) -> DataError:
-    remedy = "Correct or remove the record."
-    return too_long(where, "a record with a parsed size", RECORD_MEMORY_BYTES, remedy)
+def parse_object(place: str, text: str | bytes) -> dict[str, Any]:
+    """Return the object that a text of JSON is, exactly as it is written.
 
-
-def _too_deep(where: str) -> DataError:
-    return DataError(
-        f"{where}: lists and objects are nested more than {_NESTED} deep, the limit. Correct or remove the record."
-    )
-
-
-def _parse_line(line: bytes, where: str) -> dict[str, Any]:
+    Raises:
+        DataError: with the place, for anything else; a repeated key; half a surrogate pair, which `json` accepts and no
+            tokenizer does; lists and objects nested too deep; too much memory.
+    """
     try:
-        text = line.decode("utf-8")
-        with MemoryBound(RECORD_MEMORY_BYTES) if len(line) > SMALL_TEXT else nullcontext():
+        text = text if isinstance(text, str) else text.decode("utf-8")
+        with MemoryBound(RECORD_MEMORY_BYTES) if len(text) > SMALL_TEXT else nullcontext():
             record = json.loads(text, object_pairs_hook=_object)
-    except MemoryError:
-        raise _too_large(where) from None
-    except RecursionError:
-        raise _too_deep(where) from None
+        if text.count("[") + text.count("{") > _NESTED and _is_nested(record, _NESTED):
+            raise RecursionError
+        if _HALF_OF_A_PAIR.search(text):
+            json.dumps(record, ensure_ascii=False).encode("utf-8")
+    except (MemoryError, RecursionError) as error:
+        raise _beyond_limits(error, place) from None
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{where}: not UTF-8 (byte 0x{line[error.start]:02x} at column {error.start + 1}). Save the file as UTF-8."
+            f"{place}: not UTF-8 (byte 0x{error.object[error.start]:02x} at column {error.start + 1}). Save the file "
+            "as UTF-8."
+        ) from None
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place}: the escape \\u{ord(error.object[error.start]):04x} is half a surrogate pair, not a "
+            "character. Write the text again as UTF-8."
         ) from None
     except ValueError as error:  # also a number of more than 4,300 digits
-        shown = line[:60].decode("utf-8", "backslashreplace").rstrip()
         raise DataError(
-            f"{where}: malformed JSON ({error}): {shown!r}. Expected one JSON object per line; correct or "
-            "remove the line (no line is skipped silently)."
+            f"{place}: malformed JSON ({error}): {text[:60].rstrip()!r}. Expected one JSON object per line, or an "
+            "array of objects; correct or remove the record (none is skipped silently)."
         ) from None
-    return _checked(record, where, text)
+    if not isinstance(record, dict):
+        raise DataError(
+            f"{place}: a JSON {type(record).__name__}, not an object. Expected a record such as "
+            '{"text": "…"}; correct or remove it.'
+        )
+    return record
+
+
+def _beyond_limits(error: MemoryError | RecursionError, place: str) -> DataError:
+    if isinstance(error, MemoryError):
+        remedy = "Correct or remove the record."
+        return too_long(place, "a record with a parsed size", RECORD_MEMORY_BYTES, remedy)
+    return DataError(
+        f"{place}: lists and objects are nested more than {_NESTED} deep, the limit. Correct or remove the record."
+    )
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -293,27 +279,3 @@ def _is_nested(value: object, levels: int) -> bool:
         nests = (part.values() if isinstance(part, dict) else part for part in parts if isinstance(part, dict | list))
         parts = [inner for nest in nests for inner in nest]
     return any(isinstance(part, dict | list) for part in parts)
-
-
-def _checked(record: object, where: str, text: str) -> dict[str, Any]:
-    """Refuse what is no object or too deep, and half a surrogate pair, which json accepts and no tokenizer does.
-
-    Args:
-        text: That the record was parsed from. Most texts show that looking closer is not worth its time.
-    """
-    if text.count("[") + text.count("{") > _NESTED and _is_nested(record, _NESTED):
-        raise _too_deep(where)
-    try:
-        if _HALF_OF_A_PAIR.search(text):
-            json.dumps(record, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where}: the escape \\u{ord(error.object[error.start]):04x} is half a surrogate pair, not a "
-            "character. Write the text again as UTF-8."
-        ) from None
-    if not isinstance(record, dict):
-        raise DataError(
-            f"{where}: a JSON {type(record).__name__}, not an object. Expected a record such as "
-            '{"text": "…"}; correct or remove it.'
-        )
-    return record

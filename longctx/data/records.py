@@ -9,33 +9,24 @@ import glob
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from itertools import combinations, islice
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
 
 import datasets
-import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
-from longctx.data.contents import cache_key, content_digests
-from longctx.data.errors import GROUP_MEMORY_BYTES, DataError, MemoryBound, bounded_by_files, name_record, no_records
-from longctx.data.files import (
-    DATA_SUFFIXES,
-    FORMATS_HELP,
-    STDLIB,
-    Loader,
-    TextFiles,
-    files_loader,
-    generated_loader,
-    stdlib_files,
-)
+from longctx.data.errors import DataError, no_records
+from longctx.data.files import DATA_SUFFIXES, FORMATS_HELP, STDLIB, SavedTables, TextFiles, read_files, stdlib_files
 from longctx.data.kinds import record_kind
+from longctx.data.reading import IterableRecords, RecordStream
 from longctx.untrusted.files import check_data_file, check_folder, files_below, leads_outside, matching_files
 
-Records = TypeVar("Records", Dataset, IterableDataset)
+Kind = TypeVar("Kind", Dataset, IterableDataset)
+Splits = Mapping[str, Callable[[], RecordStream]]
+"""How the records of each split are opened."""
 
 _COMPANION_FILES = frozenset({"readme.md", "license", "license.txt", "license.md", "dataset_infos.json"})
 
@@ -62,7 +53,8 @@ def load_records(
 
     Returns:
         A memory-mapped Dataset with at least the columns of one kind of record. Blank lines of JSON-lines
-        files are passed over wherever they stand; no other line is.
+        files are passed over wherever they stand; no other line is. Chats of JSON files are kept as JSON text
+        (`datasets.Json`), from which `tokenize_records` reads every number and null as it was written.
 
     Raises:
         DataError: not found, unknown format, unreadable or malformed (with file and line), empty, no known
@@ -86,7 +78,7 @@ def stream_records(
     split: str = "train",
     text_field: str = "text",
     columns: Sequence[str] | None = None,
-) -> IterableDataset:
+) -> RecordStream:
     """The records of `load_records` in the same order, read when they are asked for; nothing is written to a cache.
 
     The first record is read ahead, to see its columns; of Parquet and Arrow files also every file's schema.
@@ -96,9 +88,9 @@ def stream_records(
     """
     splits = _splits(dataset_name, config, text_field, columns)
     if splits is None:
-        records = _load_from_hub(dataset_name, config, split, IterableDataset)
+        records: RecordStream = IterableRecords(_load_from_hub(dataset_name, config, split, IterableDataset))
     elif split in splits:
-        records = splits[split].stream()
+        records = splits[split]()
     elif any(split.startswith(f"{part}[") for part in splits) or "+" in split:
         raise DataError(
             f"{dataset_name}: split {split!r} is a part of a split, or several splits, and a stream reads one "
@@ -106,7 +98,6 @@ def stream_records(
         )
     else:
         raise _no_split(dataset_name, split, splits)
-    records = records._resolve_features()
     record_kind(records.column_names, text_field, dataset_name)
     return records
 
@@ -120,15 +111,15 @@ def record_place(
     text_field: str = "text",
     columns: Sequence[str] | None = None,
 ) -> str:
-    """File and line (or number) of a record of the data set that `load_records` gives for the same arguments."""
+    """Where a record of `load_records`, counted from 0, comes from: the line of its file, or `split[record]`."""
     splits = _local_splits(dataset_name, text_field, columns)
-    if splits is None:
-        return f"{dataset_name} (split {split!r}), {name_record(record)}"
-    if split in splits:
-        return next(islice(splits[split].places(), record, None), f"{dataset_name}, {name_record(record)}")
-    for part, rows in _read_parts(splits, split, dataset_name)[1]:
+    parts = [(split, range(record + 1))]
+    if splits is not None and split not in splits:
+        parts = _read_parts(splits, split, dataset_name)[1]
+    for part, rows in parts:
         if record < len(rows):
-            return next(islice(splits[part].places(), rows[record], None))
+            place = splits[part]().place(rows[record]) if splits is not None else None
+            return place or f"{dataset_name}, {part}[{rows[record]}]"
         record -= len(rows)
     raise AssertionError(f"record {record} beyond the end of {dataset_name}")
 
@@ -149,7 +140,7 @@ def local_files(dataset_name: str) -> list[Path] | None:
     return [path] if path.exists() else matching_files(str(path))
 
 
-def _splits(name: str, config: str | None, text_field: str, columns: Sequence[str] | None) -> dict[str, Loader] | None:
+def _splits(name: str, config: str | None, text_field: str, columns: Sequence[str] | None) -> Splits | None:
     """Return `_local_splits`, or raise ValueError for a configuration, which local files do not have."""
     splits = _local_splits(name, text_field, columns)
     if splits is not None and config is not None:
@@ -160,24 +151,27 @@ def _splits(name: str, config: str | None, text_field: str, columns: Sequence[st
     return splits
 
 
-def _local_splits(name: str, text_field: str, columns: Sequence[str] | None = None) -> dict[str, Loader] | None:
-    """Loader of each split of a local or built-in data set; None if the name is one for the hub."""
-    if name == STDLIB:
-        return {"train": generated_loader(lambda: TextFiles(stdlib_files(), text_field))}
+def _local_splits(name: str, text_field: str, columns: Sequence[str] | None = None) -> Splits | None:
+    """The splits of a local or built-in data set; None if the name is one for the hub."""
     path = Path(name).expanduser()
+    if name == STDLIB:
+        return {"train": lambda: TextFiles(stdlib_files(), text_field)}
+    if is_saved(path):
+        return {split: partial(SavedTables, files, text_field) for split, files in _saved_splits(path).items()}
     if path.is_dir():
-        return _folder_splits(path, text_field, columns)
-    if path.exists():
-        return {"train": files_loader([path], text_field, columns)}
-    if glob.has_magic(name):
-        found = matching_files(str(path))
-        if not found:
+        parts = _split_files(path)
+    elif path.exists():
+        parts = {"train": [check_data_file(path)]}
+    elif glob.has_magic(name):
+        parts = {"train": matching_files(str(path))}
+        if not parts["train"]:
             raise DataError(f"{name}: no file matches this glob (from {Path.cwd()}). Check the pattern.")
-        _check_links(found, _folder_of_glob(path))
-        return {"train": files_loader(found, text_field, columns)}
-    if _looks_like_a_path(name):
+        _check_links(parts["train"], _folder_of_glob(path))
+    elif _looks_like_a_path(name):
         raise DataError(f"{name}: no such file or folder (from {Path.cwd()}). Expected {FORMATS_HELP}.")
-    return None
+    else:
+        return None
+    return {split: partial(read_files, files, text_field, columns) for split, files in parts.items()}
 
 
 def _folder_of_glob(pattern: Path) -> Path:
@@ -188,19 +182,6 @@ def _folder_of_glob(pattern: Path) -> Path:
 def _looks_like_a_path(name: str) -> bool:
     """Hub names are `name` or `owner/name`, without a leading dot or separator and a data file's suffix."""
     return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is None or name.endswith(DATA_SUFFIXES)
-
-
-def _folder_splits(path: Path, text_field: str, columns: Sequence[str] | None) -> dict[str, Loader]:
-    if is_saved(path):
-        return saved_splits(path)
-    files = _visible_files(path)
-    if not files:
-        raise DataError(f"{path}: the folder holds no files. Expected {FORMATS_HELP}.")
-    _check_links(files, path)
-    if not all(file.suffix.lower() in DATA_SUFFIXES for file in files):
-        return {"train": files_loader(files, text_field, columns)}
-    check_folder(path, subfolders=True)  # `datasets` follows links to folders
-    return {name: files_loader(part, text_field, columns) for name, part in _split_files(path, files).items()}
 
 
 def _check_links(files: Sequence[Path], folder: Path) -> None:
@@ -229,10 +210,17 @@ def _visible_files(folder: Path) -> list[Path]:
     return sorted(files, key=lambda file: file.relative_to(folder).as_posix())
 
 
-def _split_files(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
-    """Divide data files by the split names in their paths, as `datasets` does (train, test, …)."""
+def _split_files(folder: Path) -> dict[str, list[Path]]:
+    """Divide the data files of a folder by the split names in their paths, as `datasets` does (train, test, …)."""
     from datasets.data_files import DataFilesDict, get_data_patterns
 
+    files = _visible_files(folder)
+    if not files:
+        raise DataError(f"{folder}: the folder holds no files. Expected {FORMATS_HELP}.")
+    _check_links(files, folder)
+    if not all(file.suffix.lower() in DATA_SUFFIXES for file in files):
+        return {"train": files}
+    check_folder(folder, subfolders=True)  # `datasets` follows links to folders
     base = os.path.abspath(folder)
     found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
     splits = {str(name): _in_order(files, set(part)) for name, part in found.items()}
@@ -256,7 +244,7 @@ def _in_order(files: Sequence[Path], wanted: Set[str]) -> list[Path]:
     return [file for file in files if os.path.abspath(file) in wanted]
 
 
-def _load_from_hub(name: str, config: str | None, split: str, kind: type[Records]) -> Records:
+def _load_from_hub(name: str, config: str | None, split: str, kind: type[Kind]) -> Kind:
     try:
         dataset = datasets.load_dataset(name, config, split=split, streaming=kind is IterableDataset)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -268,7 +256,7 @@ def _load_from_hub(name: str, config: str | None, split: str, kind: type[Records
     return dataset
 
 
-def _read_split(splits: Mapping[str, Loader], split: str, name: str) -> Dataset:
+def _read_split(splits: Splits, split: str, name: str) -> Dataset:
     """Load the splits that a split expression names and cut the slices it asks for."""
     loaded, parts = _read_parts(splits, split, name)
     if split in loaded:
@@ -276,15 +264,13 @@ def _read_split(splits: Mapping[str, Loader], split: str, name: str) -> Dataset:
     return datasets.concatenate_datasets([loaded[part].select(rows) for part, rows in parts])
 
 
-def _read_parts(
-    splits: Mapping[str, Loader], split: str, name: str
-) -> tuple[dict[str, Dataset], list[tuple[str, range]]]:
+def _read_parts(splits: Splits, split: str, name: str) -> tuple[dict[str, Dataset], list[tuple[str, range]]]:
     """The splits that a split expression names, loaded, and the rows of them that it asks for, in order."""
     wanted = [re.split(r"[\[(]", part, maxsplit=1)[0].strip() for part in split.split("+")]
     unknown = [part for part in wanted if part not in splits]
     if unknown:
         raise _no_split(name, unknown[0], splits)
-    loaded = {part: splits[part].load() for part in dict.fromkeys(wanted)}
+    loaded = {part: splits[part]().load() for part in dict.fromkeys(wanted)}
     if split in loaded:
         return loaded, [(split, range(len(loaded[split])))]
     try:
@@ -295,14 +281,11 @@ def _read_parts(
     return loaded, [(span.splitname, range(span.from_, span.to)) for span in spans]
 
 
-def _no_split(name: str, split: str, splits: Mapping[str, Loader]) -> DataError:
+def _no_split(name: str, split: str, splits: Splits) -> DataError:
     return DataError(
         f"{name}: no split {split!r}; available: {', '.join(sorted(splits))}. "
         "Choose one with --dataset_train_split or --dataset_test_split, or several joined by a plus sign."
     )
-
-
-_THREADS = 8
 
 
 def is_saved(path: Path) -> bool:
@@ -310,71 +293,29 @@ def is_saved(path: Path) -> bool:
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 
-def saved_splits(path: Path) -> dict[str, Loader]:
-    """Return the loader of each split in a folder.
+def _saved_splits(path: Path) -> dict[str, list[Path]]:
+    """Return the tables of each split in such a folder, which are all that is read of it.
 
     Raises:
-        DataError: The folder is damaged, or names files outside itself; by the loaders, for its contents.
+        DataError: The folder is damaged, or names files outside itself.
     """
-    return {name: _loader(path, folder) for name, folder in _split_folders(path).items()}
-
-
-def _split_folders(path: Path) -> dict[str, Path]:
     try:
         check_folder(path, subfolders=True)
-        if (path / "state.json").is_file():
-            return {str(_json(path / "state.json").get("_split") or "train"): path}
-        return {name: path / _own_name(name, path) for name in _json(path / "dataset_dict.json")["splits"]}
+        if not (path / "state.json").is_file():
+            folders = {name: path / _own_name(name, path) for name in _json(path / "dataset_dict.json")["splits"]}
+            return {name: _saved_tables(_json(folder / "state.json"), folder) for name, folder in folders.items()}
+        state = _json(path / "state.json")
+        return {str(state.get("_split") or "train"): _saved_tables(state, path)}
     except Exception as error:  # damage shows as any error of the code that meets it
-        raise _unreadable(path, error) from error
+        raise DataError(
+            f"{path}: not a readable folder of Dataset.save_to_disk ({error}). Save the data set again."
+        ) from error
 
 
-def _loader(path: Path, folder: Path) -> Loader:
-    """
-    Args:
-        path: The data set or the dictionary of several, for messages.
-        folder: The folder of this one.
-    """
-    load = cache(lambda: _load(path, folder))
-    return Loader(
-        load=load,
-        stream=lambda: load().to_iterable_dataset(),
-        places=lambda: (f"{path}, {name_record(row)}" for row in range(len(load()))),
-    )
-
-
-def _load(path: Path, folder: Path) -> Dataset:
-    """Map the tables of a folder into memory, once their contents are known to be valid.
-
-    Of state.json, only the names of the tables count. Its format is dropped, and its fingerprint, which anybody could
-    have copied from another data set, is replaced by one of the contents.
-    """
-    try:
-        state = _json(folder / "state.json")
-        if state.get("_indices_data_files"):
-            raise ValueError("an old release of datasets has kept its selection of rows apart")
-        tables = [folder / _own_name(file["filename"], folder / "state.json") for file in state["_data_files"]]
-        with MemoryBound(GROUP_MEMORY_BYTES), ThreadPoolExecutor(_THREADS) as threads:
-            list(threads.map(_validate, tables))
-        dataset = Dataset.load_from_disk(str(folder)).with_format(None)
-    except Exception as error:
-        raise _unreadable(path, error) from error
-    files = [*tables, folder / "dataset_info.json"]
-    dataset._fingerprint = cache_key("saved", [file.name for file in files], content_digests(files))
-    return dataset
-
-
-def _validate(table: Path) -> None:
-    """Read a whole table and check it: offsets and indices within bounds, text in UTF-8.
-
-    Arrow's readers take offsets on trust, and one that points elsewhere reads foreign memory or crashes the process.
-    """
-    try:
-        with pa.memory_map(str(table)) as source:
-            for _, batch in bounded_by_files(((table, batch) for batch in pa.ipc.open_stream(source)), [table]):
-                batch.validate(full=True)
-    except pa.ArrowException as error:
-        raise ValueError(f"{table.name}: {error}") from error
+def _saved_tables(state: Mapping[str, Any], folder: Path) -> list[Path]:
+    if state.get("_indices_data_files"):
+        raise ValueError("an old release of datasets has kept its selection of rows apart")
+    return [folder / _own_name(file["filename"], folder / "state.json") for file in state["_data_files"]]
 
 
 def _own_name(name: Any, where: Path) -> str:
@@ -386,7 +327,3 @@ def _own_name(name: Any, where: Path) -> str:
 
 def _json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _unreadable(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path}: not a readable folder of Dataset.save_to_disk ({error}). Save the data set again.")

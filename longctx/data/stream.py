@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from longctx.data.chat import FIRST_RECORDS, ChatEncoder
 from longctx.data.columns import document_lengths, token_columns
 from longctx.data.encoders import Encoder
-from longctx.data.errors import DataError, name_record, no_records, too_large, with_place, within_memory
+from longctx.data.errors import DataError, name_record, no_records, too_large, with_place
 from longctx.data.files import unlike_files
+from longctx.data.reading import RecordStream, as_stream, in_groups
 from longctx.data.tokenize import choose_encoder, encoder_key, holds_target, no_targets
 
 RECORDS_PER_TABLE = 256
@@ -31,7 +32,9 @@ class DocumentStream:
     error names the record's place.
     """
 
-    def __init__(self, records: IterableDataset, encoder: Encoder, place: Callable[[int], str] = name_record) -> None:
+    def __init__(
+        self, records: RecordStream | IterableDataset, encoder: Encoder, place: Callable[[int], str] = name_record
+    ) -> None:
         """
         Args:
             records: of the columns that the encoder reads.
@@ -40,7 +43,7 @@ class DocumentStream:
         self.encoder, self.place = encoder, place
         self.key = encoder_key(encoder)
         """Digest of what makes the documents. It is taken here, before a .jinja template is put on the tokenizer."""
-        self.records = records.with_format("arrow") if encoder.tokenizer is None else records
+        self.records = as_stream(records)
 
     def __iter__(self) -> Iterator[dict[str, NDArray[np.int32]]]:
         """`input_ids` [tokens] and, where `tokenize_records` gives them, `labels` [tokens]; views of a table.
@@ -59,23 +62,22 @@ class DocumentStream:
                 yield dict(zip(columns, values, strict=True))
             rest = 0
 
-    def tables(self, skip: int = 0) -> Iterator[pa.Table]:
+    def tables(self, skip: int = 0, most: int | None = None) -> Iterator[pa.Table]:
         """The documents as tables of up to RECORDS_PER_TABLE, with the columns of `tokenize_records`.
 
         Args:
             skip: tables at the start that are not made.
+            most: records that are read; all when None.
 
         Raises:
             DataError: a record that cannot be read or encoded; at the end, no record, or no target of the loss.
         """
         num_records, num_tokens = skip * RECORDS_PER_TABLE, 0
         has_target = skip > 0  # whoever read those tables has looked
-        records = self.records.skip(num_records) if skip else self.records
         try:
-            for batch in within_memory(records.iter(batch_size=RECORDS_PER_TABLE)):  # deals nothing out to workers
-                size = len(batch[self.records.column_names[0]])
-                table = self.encoder(batch, range(size), first_record=num_records)
-                num_records += size
+            for raw in in_groups(islice(self.records.raw(), num_records, most), RECORDS_PER_TABLE):
+                table = self.encoder(self.records.parse(raw), range(num_records, num_records + len(raw)))
+                num_records += len(raw)
                 num_tokens += int(document_lengths(table).sum())
                 has_target = has_target or holds_target(table)
                 yield table
@@ -92,7 +94,7 @@ class DocumentStream:
 
 
 def tokenize_stream(
-    records: IterableDataset,
+    records: RecordStream | IterableDataset,
     tokenizer: PreTrainedTokenizerBase,
     *,
     place: Callable[[int], str] = name_record,
@@ -101,7 +103,7 @@ def tokenize_stream(
     """The documents that `tokenize_records` would make of these records, one after another and uncached.
 
     Args:
-        records: as from `stream_records`.
+        records: as from `stream_records`, or a streamed data set of `datasets`.
         place: names a record by its number, for error messages.
         options: of `tokenize_records`, without `num_proc`.
 
@@ -109,9 +111,10 @@ def tokenize_stream(
         DataError: columns of no known kind or type, an option that does not apply to it, or one of the first chats
             cannot be encoded; the rest shows when the documents are read.
     """
-    records, encoder = choose_encoder(records, tokenizer, **options)
+    records, encoder = choose_encoder(as_stream(records), tokenizer, **options)
     if encoder.tokenizer is not None:
         encoder.start()
+    documents = DocumentStream(records, encoder, place)
     if isinstance(encoder, ChatEncoder):  # refuses, before training, a template that leaves something to chance
-        next(DocumentStream(records.take(FIRST_RECORDS), encoder, place).tables())
-    return DocumentStream(records, encoder, place)
+        next(documents.tables(most=FIRST_RECORDS))
+    return documents

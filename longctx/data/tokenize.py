@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, Features, IterableDataset, Json, Value
+from datasets import Dataset, Features, Json, Value
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -28,7 +28,7 @@ from longctx.data.encoders import (
     take_notes,
     warn_of_eos,
 )
-from longctx.data.errors import DataError, name_record, no_records
+from longctx.data.errors import DataError, no_records
 from longctx.data.kinds import (
     ALPACA,
     CHECKED_COLUMNS,
@@ -43,13 +43,13 @@ from longctx.data.kinds import (
 )
 from longctx.data.messages import MASKS
 from longctx.data.preferences import PairChatEncoder, PairTextEncoder
-from longctx.data.records import Records
+from longctx.data.reading import RecordStream
+
+Records = TypeVar("Records", Dataset, RecordStream)
 
 logger = logging.get_logger(__name__)
 
 _BATCH_BYTES = 8 << 20
-_PART_BYTES = 128 << 20
-"""Bytes of records (times `num_proc`) that are tokenised and cached at a time, which an interruption loses."""
 
 
 def tokenize_records(
@@ -98,7 +98,7 @@ def tokenize_records(
     """
     _check_dataset(dataset)
     dataset, encoder = choose_encoder(
-        dataset,
+        dataset.with_format(None),
         tokenizer,
         text_field=text_field,
         completion_only_loss=completion_only_loss,
@@ -139,7 +139,7 @@ def choose_encoder(
     columns = [column for column in used if column in dataset.column_names]
     if unread := sorted(set(dataset.column_names) - set(columns)):
         logger.warning(f"Columns of the records that are not read ({len(unread)}): {', '.join(unread)}.")
-    dataset = dataset.with_format(None).select_columns(columns)
+    dataset = dataset.select_columns(columns)
     encoder: Encoder
     conversational = kind != "input_ids" and _holds_chats(dataset, kind, bool(chat_template or tokenizer.chat_template))
     if gives_turns and not (conversational and text_field != PAIRS):
@@ -175,7 +175,7 @@ def choose_encoder(
     return dataset, encoder
 
 
-def _may_mask_turns(dataset: Dataset | IterableDataset, kind: str) -> bool | None:
+def _may_mask_turns(dataset: Dataset | RecordStream, kind: str) -> bool | None:
     """Return whether messages may have masks of their own; None for a stream, whose records are not known yet."""
     if not isinstance(dataset, Dataset):
         return None
@@ -203,7 +203,7 @@ def _check_dataset(dataset: object) -> None:
         raise no_records("data set")
 
 
-def _holds_chats(dataset: Dataset | IterableDataset, kind: str, has_template: bool) -> bool:
+def _holds_chats(dataset: Dataset | RecordStream, kind: str, has_template: bool) -> bool:
     if kind == ALPACA:
         return has_template
     column = kind_columns(kind)[0]
@@ -228,62 +228,24 @@ def _check_options(kind: str, conversational: bool, completion_only: bool | None
 
 def _encode(dataset: Dataset, encoder: Encoder, num_proc: int | None) -> Dataset:
     columns = ["input_ids", *(["labels"] if encoder.masked else []), *([TURN_ENDS] if encoder.gives_turns else [])]
-    if encoder.tokenizer is None:
-        dataset = dataset.with_format("arrow")
     fingerprint = _fingerprint(dataset, encoder)
-    options = {
-        "batched": True,
-        "with_indices": True,
-        "batch_size": _records_of(_BATCH_BYTES, dataset, limit=1000),
-        "remove_columns": dataset.column_names,
-        "features": Features(dict.fromkeys(columns, TOKENS) | {NOTES: Value("string")}),
-        "num_proc": num_proc,
-    }
+    mean_bytes = max(1, dataset.data.nbytes // max(1, dataset.data.num_rows))  # documents may be megabytes long
     try:
-        tokenized = _map_in_parts(dataset, encoder, fingerprint, options)
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{_undecodable(dataset)}: a text column holds bytes that are not UTF-8 ({error}). Write the file again "
-            "with valid UTF-8."
-        ) from error
+        tokenized = dataset.with_format("arrow").map(
+            encoder,
+            batched=True,
+            with_indices=True,
+            batch_size=int(np.clip(_BATCH_BYTES // mean_bytes, 1, 1000)),
+            remove_columns=dataset.column_names,
+            features=Features(dict.fromkeys(columns, TOKENS) | {NOTES: Value("string")}),
+            num_proc=num_proc,
+            new_fingerprint=fingerprint,
+            cache_file_name=_cache_file(dataset, fingerprint),
+            desc="Tokenizing",
+        )
     finally:
         encoder.close()
     return tokenized.with_format(None)
-
-
-def _undecodable(dataset: Dataset) -> str:
-    """Return the name of the first record that does not decode, once there is known to be one."""
-    for index in range(len(dataset)):
-        try:
-            dataset[index]
-        except UnicodeDecodeError:
-            return name_record(index)
-    return "a record"
-
-
-def _map_in_parts(dataset: Dataset, encoder: Encoder, fingerprint: str, options: dict[str, Any]) -> Dataset:
-    """`Dataset.map` on one part of the records after another, each with a cache file of its own.
-
-    A run that was interrupted finds the parts it had finished; `map` itself starts over.
-    """
-    size = _records_of(_PART_BYTES * (options["num_proc"] or 1), dataset, limit=len(dataset))
-    starts = range(0, len(dataset), size)
-    parts = []
-    for number, start in enumerate(starts, 1):
-        part = dataset.select(range(start, min(start + size, len(dataset)))) if len(starts) > 1 else dataset
-        parts.append(
-            part.map(
-                encoder,
-                **options,
-                fn_kwargs={"first_record": start},
-                new_fingerprint=(key := cache_key(fingerprint, start, size)),
-                cache_file_name=_cache_file(dataset, key),
-                desc="Tokenizing" if len(starts) == 1 else f"Tokenizing, part {number} of {len(starts)}",
-            )
-        )
-    whole = datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
-    whole._fingerprint = fingerprint
-    return whole
 
 
 def _cache_file(dataset: Dataset, key: str) -> str | None:
@@ -295,12 +257,6 @@ def _cache_file(dataset: Dataset, key: str) -> str | None:
         return None
     cache_folder().mkdir(parents=True, exist_ok=True)
     return str(cache_folder() / f"tokens-{key}.arrow")
-
-
-def _records_of(num_bytes: int, dataset: Dataset, *, limit: int) -> int:
-    """Return how many records have so many bytes on average, from 1 to `limit`: documents may be megabytes long."""
-    mean_bytes = max(1, dataset.data.nbytes // max(1, dataset.data.num_rows))
-    return int(np.clip(num_bytes // mean_bytes, 1, limit))
 
 
 _PACKAGES = ("transformers", "tokenizers", "jinja2")

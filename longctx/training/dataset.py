@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -38,6 +38,7 @@ from longctx.data.columns import TURN_ENDS
 from longctx.data.contents import cache_folder, cache_key
 from longctx.data.errors import check_selection
 from longctx.data.kinds import PAIRS
+from longctx.data.reading import RecordStream
 from longctx.data.sides import sides_of_pairs
 from longctx.model.allow_list import head_size, num_heads
 from longctx.packing import (
@@ -60,7 +61,7 @@ from longctx.untrusted.files import check_file, is_template_file
 
 logger = logging.getLogger(__name__)
 
-Records = TypeVar("Records", Dataset, IterableDataset)
+Records = TypeVar("Records", Dataset, RecordStream)
 
 
 @dataclass(frozen=True, kw_only=True)

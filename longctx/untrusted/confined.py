@@ -177,7 +177,7 @@ def _serve(function: Callable[..., Any], connection: Connection) -> Never:
         _lower(resource.RLIMIT_CORE, 0)
         logged: list[logging.LogRecord] = []
         logging.Logger.callHandlers = lambda self, record: logged.append(record)  # type: ignore[method-assign]
-        held = _data_bytes()
+        held = data_bytes()
         while True:
             bounds, args, kwargs = connection.recv()
             _lower(resource.RLIMIT_CPU, math.ceil(time.process_time() + bounds.seconds))
@@ -223,7 +223,7 @@ def _too_much_memory(bounds: Bounds) -> str:
     return f"it asked for more than {bounds.memory_bytes >> 20:,} MiB of memory"
 
 
-def _data_bytes() -> int | None:
+def data_bytes() -> int | None:
     """Return this process's private writable memory in bytes, which RLIMIT_DATA bounds; None if unknown.
 
     Unlike RLIMIT_AS, this excludes memory that is only reserved: 64 MiB per thread, and all GPU memory.

@@ -31,6 +31,7 @@ TOKENISED = {
     "completion_only_loss": (PAIRS, {}, {"completion_only_loss": False}),
     "assistant_only_loss": (CHATS, {"chat_template": MARKED}, {"assistant_only_loss": True}),
     "chat_template": (CHATS, {"chat_template": MARKED}, {"chat_template": MARKED + " "}),
+    "gives_turns": (CHATS, {"chat_template": MARKED}, {"gives_turns": True}),
     "vocab_size": (RECORDS, {}, {"vocab_size": 272}),
     "now": (
         CHATS,

@@ -66,7 +66,7 @@ def _texts(records, template: str, **options) -> list[tuple[str, str]]:
     """Return the text of each record, and the part of it that is learnt."""
     tokenizer = _tokenizer(template)
     source, encoder = choose_encoder(Dataset.from_list(records, on_mixed_types="use_json"), tokenizer, **options)
-    input_ids, labels, notes, _ = encoder._encode_here(source[:], range(len(source)))
+    input_ids, labels, notes, _ = encoder.encode_noted(source[:], range(len(source)))
     say(notes)
     return [
         (tokenizer.decode(ids), tokenizer.decode([token for token in row if token != -100]))
@@ -346,11 +346,11 @@ def test_derived_masks_equal_trls_markers(name, monkeypatch) -> None:
         batch = {column: [value] for column, value in chat.items()}
         if {(name, kind), (name, "*")} & UNDERIVED.keys():
             with contextlib.suppress(DataError):
-                _, [labels], *_ = encoder._encode_here(batch, [0])
+                _, [labels], *_ = encoder.encode_noted(batch, [0])
                 assert tokenizer.decode([token for token in labels if token != -100]) != "".join(expected)
             continue
         try:
-            _, [labels], *_ = encoder._encode_here(batch, [0])
+            _, [labels], *_ = encoder.encode_noted(batch, [0])
         except DataError as error:
             if "leaves out" in str(error):  # it has no place for calls, or for text that is no part
                 continue

@@ -19,6 +19,7 @@ import longctx.data.contents
 from longctx.data import DataError, load_records, tokenize_records
 from longctx.data.contents import cache_folder, content_digests
 from longctx.data.encoders import TextEncoder
+from longctx.data.json_records import JsonRecords
 from longctx.data.tokenize import _fingerprint
 from longctx.model.load import load_config
 from longctx.model.tiny import tiny_tokenizer
@@ -80,33 +81,33 @@ def test_digests_are_those_of_one_reader(tmp_path, monkeypatch) -> None:
 
 
 def test_what_is_not_changed_is_not_read_again(tmp_path, monkeypatch) -> None:
+    """But for small files, whose digests are not remembered."""
     later(monkeypatch)
-    monkeypatch.setattr(longctx.data.contents, "_LARGE_BYTES", 10)
-    files = [tmp_path / name for name in ("a", "b", "large")]
+    monkeypatch.setattr(longctx.data.contents, "_LARGE_BYTES", 3)
+    files = [tmp_path / name for name in ("small", "large", "larger")]
     for file in files:
-        file.write_bytes(file.name.encode() * 3)
+        file.write_bytes(file.name.encode()[:2] if file.name == "small" else file.name.encode())
     first = content_digests(files)
-    read = []
-    block_digest = longctx.data.contents._block_digest
+    read, really_read = [], longctx.data.contents._read
     monkeypatch.setattr(
-        longctx.data.contents, "_block_digest", lambda block: read.append(block[1].name) or block_digest(block)
+        longctx.data.contents, "_read", lambda file, size: read.append(file.name) or really_read(file, size)
     )
     assert content_digests(files) == first
     (tmp_path / "link").symlink_to(files[2])
     assert content_digests([tmp_path / "link"]) == first[2:]
     files[2].rename(tmp_path / "moved")  # ctime
     (tmp_path / "moved").rename(files[2])
-    assert read == []
-    rewrite(files[0], b"AAA")
+    assert read == ["small"]
+    rewrite(files[1], b"LARGE")
     changed = content_digests(files)
-    assert (changed[0] != first[0], changed[1:]) == (True, first[1:])
-    assert set(read) <= {"a", "b", "large"}
-    assert "a" in read
+    assert (changed[0], changed[1] != first[1], changed[2]) == (first[0], True, first[2])
+    assert {"small", "large"} <= set(read)
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"[1]", b"\xff\xfe", None])
 def test_a_damaged_entry_is_ignored(damage, tmp_path, monkeypatch) -> None:
     later(monkeypatch)
+    monkeypatch.setattr(longctx.data.contents, "_LARGE_BYTES", 1)
     path = tmp_path / "file"
     path.write_bytes(b"contents")
     digests = content_digests([path])
@@ -120,6 +121,7 @@ def test_a_damaged_entry_is_ignored(damage, tmp_path, monkeypatch) -> None:
 
 def test_a_file_that_was_just_written_is_not_remembered(tmp_path, monkeypatch) -> None:
     """It could be written to once more within the same tick of the file system's clock."""
+    monkeypatch.setattr(longctx.data.contents, "_LARGE_BYTES", 1)
     path = tmp_path / "file"
     path.write_bytes(b"contents")
     content_digests([path])
@@ -131,6 +133,7 @@ def test_a_file_that_was_just_written_is_not_remembered(tmp_path, monkeypatch) -
 
 def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch) -> None:
     later(monkeypatch)
+    monkeypatch.setattr(longctx.data.contents, "_LARGE_BYTES", 1)
     (tmp_path / "cache").write_text("in the place of the folder")
     (tmp_path / "file").write_bytes(b"contents")
     assert content_digests([tmp_path / "file"]) == content_digests([tmp_path / "file"])
@@ -139,13 +142,13 @@ def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch) -
 def test_what_changes_while_it_is_read_and_what_is_no_file_is_refused(tmp_path, monkeypatch) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"contents")
-    block_digest = longctx.data.contents._block_digest
+    read = longctx.data.contents._read
 
-    def written_to(block):
+    def written_to(file, size):
         path.write_bytes(b"more contents")
-        return block_digest(block)
+        return read(file, size)
 
-    monkeypatch.setattr(longctx.data.contents, "_block_digest", written_to)
+    monkeypatch.setattr(longctx.data.contents, "_read", written_to)
     with pytest.raises(DataError, match="file changed while it was read"):
         content_digests([path])
     os.mkfifo(tmp_path / "pipe")
@@ -215,17 +218,17 @@ def test_the_same_contents_elsewhere_are_found(tmp_path) -> None:
 def test_a_file_that_is_written_to_while_it_is_read_leaves_nothing_in_the_cache(tmp_path, monkeypatch) -> None:
     path = tmp_path / "data.jsonl"
     write_jsonl(path, "one")
-    read = longctx.data.json_records._iterate_lines
+    parse = JsonRecords.parse
 
-    def written_to(file):
-        yield from read(file)
+    def written_to(records, raw):
         with path.open("a") as opened:
             opened.write("\n")
+        return parse(records, raw)
 
-    monkeypatch.setattr(longctx.data.json_records, "_iterate_lines", written_to)
+    monkeypatch.setattr(JsonRecords, "parse", written_to)
     with pytest.raises(DataError, match=r"data\.jsonl changed while it was read"):
         load_records(str(path))
-    monkeypatch.undo()
+    assert not list(cache_folder().rglob("*records-*"))
 
 
 # Keys

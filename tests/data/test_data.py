@@ -18,6 +18,7 @@ from longctx.data import (
     stdlib_files,
     stream_records,
     tokenize_records,
+    tokenize_stream,
 )
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -158,11 +159,14 @@ def test_unreadable_file(tmp_path, monkeypatch) -> None:
         assert f"{path}: unreadable (Permission denied)" in _load_error(path)
 
 
-def test_invalid_utf8_in_parquet(tmp_path, tokenizer) -> None:
-    bad = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xff\xfe"], pa.binary()).buffers())
-    pq.write_table(pa.table({"text": bad}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="not UTF-8"):
-        tokenize_records(load_records(str(tmp_path / "a.parquet")), tokenizer)
+def test_invalid_utf8_in_parquet_and_in_memory(tmp_path, tokenizer) -> None:
+    bad = pa.table({"text": pa.array([b"good", b"bad \xff", b"good"]).view(pa.string())})
+    pq.write_table(bad, tmp_path / "a.parquet")
+    message = _tokenize_error(Dataset(bad), tokenizer)
+    assert message.startswith("record 1 (counted from 0): the tokenizer cannot encode it: 'utf-8' codec can't decode")
+    assert "a.parquet: not a readable parquet file (In column 0: Invalid: Invalid UTF8" in _load_error(
+        tmp_path / "a.parquet"
+    )
 
 
 def test_folder_of_parquet_files(tmp_path) -> None:
@@ -203,6 +207,14 @@ def test_saved_to_disk(tmp_path) -> None:
     assert "has kept its selection of rows apart" in _load_error(tmp_path / "one")
     (tmp_path / "one" / "state.json").write_text("{}")
     assert "not a readable folder of Dataset.save_to_disk" in _load_error(tmp_path / "one")
+
+
+def test_a_saved_table_that_is_cut_off_is_refused(tmp_path) -> None:
+    """`datasets` would read the batches before the cut, and nothing says how many there were."""
+    Dataset.from_dict({"text": TEXTS}).save_to_disk(str(tmp_path / "saved"))
+    (path,) = (tmp_path / "saved").glob("*.arrow")
+    path.write_bytes(path.read_bytes()[:-8])
+    assert "its stream has no end: it was cut off" in _load_error(tmp_path / "saved")
 
 
 def test_changed_file_is_read_again(tmp_path) -> None:
@@ -356,13 +368,21 @@ def test_a_record_that_is_more_than_its_text_is_refused(tmp_path, more, expected
     assert len(load_records(str(_write_lines(tmp_path / "b.jsonl", [good])))) == 1
 
 
-@pytest.mark.parametrize(("number", "kept"), [("3.141592653589793", "3.1415926536"), ("NaN", "None"), ("-0.0", "0.0")])
-def test_numbers_that_would_not_be_kept_are_refused(tmp_path, number, kept) -> None:
-    line = '{"messages": [{"role": "user", "content": "a", "x": [1.5, %s]}]}\n'
-    (tmp_path / "a.jsonl").write_text(line % number)
-    assert f"which would be kept as {kept}" in _load_error(tmp_path / "a.jsonl")
-    (tmp_path / "b.jsonl").write_text(line % "1e22")
-    assert load_records(str(tmp_path / "b.jsonl"))[0]["messages"][0]["x"] == [1.5, 1e22]
+@pytest.mark.parametrize(
+    "number", ["3.141592653589793", "NaN", "-Infinity", "-0.0", "1e22", "1E-30", str(2**70), "null"]
+)
+def test_templates_see_what_is_written(tmp_path, tokenizer, number) -> None:
+    """To the last digit, whether records are cached or streamed, and no key that only another record has."""
+    template = "{% for m in messages %}{{ m }}{% endfor %}"
+    first, second = '{"role": "user", "content": "a"}', f'{{"role": "user", "content": "b", "x": [{number}]}}'
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"messages": [{message}]}}\n' for message in (first, second)))
+    for documents in (
+        tokenize_records(load_records(str(path)), tokenizer, chat_template=template),
+        tokenize_stream(stream_records(str(path)), tokenizer, chat_template=template),
+    ):
+        texts = [tokenizer.decode(document["input_ids"]) for document in documents]
+        assert texts == [repr(json.loads(message)) for message in (first, second)]
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])

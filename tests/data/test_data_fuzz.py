@@ -158,16 +158,6 @@ def test_a_truncated_json_file_is_refused(tmp_path, lines, is_array, data):
     assert found == [text_of(line) for line in cut.split(b"\n") if line] if complete and cut else str(path) in found
 
 
-@pytest.mark.parametrize("error", [RecursionError("too deep"), ValueError("too wide"), pa.ArrowInvalid("too odd")])
-def test_a_record_that_cannot_be_stored_names_the_file(tmp_path, monkeypatch, error):
-    def refuse(*arguments):
-        raise error
-
-    monkeypatch.setattr("longctx.data.json_records.check_text", refuse)
-    path = write(tmp_path, ".jsonl", b'{"text": "a"}\n')
-    assert documents_in(path) == f"{path}: a record cannot be stored ({error}). Correct or remove it."
-
-
 @pytest.mark.parametrize("column", ["text", "body", "messages", "tools", "input_ids"])
 def test_nesting_of_any_depth(tmp_path, column):
     """Wherever Python or Arrow gives up on nested lists, in reading, checking, storing or tokenising."""

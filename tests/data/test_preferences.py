@@ -277,7 +277,7 @@ def test_a_prompt_that_the_tokenizer_merges_with_the_answers_ends_earlier(monkey
     said, record = [], {"prompt": "the", "chosen": " blue", "rejected": " black"}
     monkeypatch.setattr("longctx.data.preferences.warn_of_split_prompt", lambda: said.append("prompt"))
     encoder = PairTextEncoder(tokenizer, "prompt+chosen+rejected")
-    [ids], *_ = encoder._encode_here({name: [text] for name, text in record.items()}, [0])
+    [ids], *_ = encoder.encode_noted({name: [text] for name, text in record.items()}, [0])
     [expected] = trl_pairs([record], tokenizer)
     prompt, chosen, rejected = (expected[f"{part}_ids"] for part in ("prompt", "chosen", "rejected"))
     assert ids.tolist() == prompt + chosen + prompt + rejected

@@ -31,7 +31,6 @@ LABELS = '{"input_ids": [1], "labels": [1]}\n{"input_ids": [1, 2], "labels": [1,
 HALF = "is half a surrogate pair"
 CHAT = "<|im_start|>user\na<|im_end|>"
 BINARY = "(: NUL byte at offset|:1: not UTF-8)"
-CHANGED = "which would be kept as None"
 MARK = "\ufeff"
 DEEP = {depth: "[" * depth + r'"\ud83d\ude00"' + "]" * depth for depth in (99, 100, 970, 100_000)}
 TOO_DEEP = "lists and objects are nested more than 100 deep, the limit"
@@ -42,13 +41,8 @@ TRICKY: dict[str, tuple[str, str | bytes, str | list[str]]] = {
     "half a surrogate pair in a chat": (".jsonl", chat("1") + chat(r'"\uD83D"'), rf":2: .*\\ud83d {HALF}"),
     "half a surrogate pair in an array": (".json", f'[{FINE}, {{"text": "\\udc00"}}]', rf", record 1 .*\\udc00 {HALF}"),
     "a surrogate in UTF-8": (".txt", b"a\xed\xb0\x80", r":1: not UTF-8 \(byte 0xed at offset 1\)"),
-    "NaN in a chat": (".jsonl", chat("1") + chat("NaN"), f":2: 'messages' holds the number nan, {CHANGED}"),
-    "-Infinity in a chat": (
-        ".jsonl",
-        chat("1") + chat('[{"a": -Infinity}]'),
-        f":2: .* holds the number -inf, {CHANGED}",
-    ),
-    "1e400 in a chat": (".jsonl", chat("1") + chat("1e400"), f":2: 'messages' holds the number inf, {CHANGED}"),
+    "NaN in a chat": (".jsonl", chat("1") + chat("NaN"), [CHAT, CHAT]),
+    "1e400 in a chat": (".jsonl", chat("1") + chat('[{"a": -1e400}]'), [CHAT, CHAT]),
     "NaN as a token": (".jsonl", IDS % "NaN", ":2: 'input_ids' holds NaN; expected a flat list of integers"),
     "1e400 as a token": (".jsonl", IDS % "1e400", ":2: 'input_ids' holds Infinity; expected a flat list of integers"),
     "numbers in a column that is not read": (
@@ -56,9 +50,7 @@ TRICKY: dict[str, tuple[str, str | bytes, str | list[str]]] = {
         FINE + '{"text": "a", "n": [NaN, 1e400, -9e999]}',
         ["fine", "a"],
     ),
-    "the largest number of 64 bits": (".jsonl", chat(f"{2**63 - 1}") + chat(f"{-(2**63)}"), [CHAT, CHAT]),
-    "a number of more than 64 bits": (".jsonl", chat("1") + chat(f"{2**63}"), ":2: .* a whole number beyond 64 bits"),
-    "the same, negative": (".jsonl", chat("1") + chat(f"[{-(2**63) - 1}]"), ":2: .* a whole number beyond 64 bits"),
+    "a number of more than 64 bits": (".jsonl", chat(f"{2**63}") + chat(f"[{-(2**63) - 1}]"), [CHAT, CHAT]),
     "a token of 32 bits": (".jsonl", IDS % 2**31, f":2: 'input_ids' holds {2**31}, which is beyond 32-bit"),
     "a token of 64 bits": (".jsonl", IDS % 2**63, f":2: 'input_ids' holds {2**63}, which is beyond 32-bit"),
     "a token of -64 bits": (".jsonl", IDS % -(2**63), f":2: 'input_ids' holds {-(2**63)}, which is beyond 32-bit"),
@@ -77,7 +69,11 @@ TRICKY: dict[str, tuple[str, str | bytes, str | list[str]]] = {
         ":2: .*the key 'text' stands twice",
     ),
     "a key twice in a chat": (".jsonl", chat("1") + chat('{"x": 1, "x": 1}'), ":2: .*the key 'x' stands twice"),
-    "a key twice in an array": (".json", '[{"text": "a", "x": {"y": 1, "y": 2}}]', ": .*the key 'y' stands twice"),
+    "a key twice in an array": (
+        ".json",
+        '[{"text": "a", "x": {"y": 1, "y": 2}}]',
+        ", record 0 .*: .*the key 'y' stands twice",
+    ),
     "UTF-16": (".jsonl", FINE.encode("utf-16"), r":1: not UTF-8 \(byte 0xff at column 1\)"),
     "UTF-16 without a mark": (".jsonl", FINE.encode("utf-16-be"), ":1: malformed JSON"),
     "UTF-16 array": (".json", f"[{FINE}]".encode("utf-16"), r":1: not UTF-8 \(byte 0xff at column 1\)"),

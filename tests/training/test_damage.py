@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -82,9 +83,9 @@ def test_files_of_models(tmp_path, monkeypatch):
 def test_text_and_json(tmp_path):
     with pytest.raises(DataError, match=r"gone\.txt"):
         _read_text(tmp_path / "gone.txt")
-    for text, words in (("[1 2]", "Expecting ',' delimiter"), ("[1] 2", "Extra data")):
-        with pytest.raises(ValueError, match=words):
-            list(_elements(text))
+    for text, words in ((b"[1 2]", "Expecting ',' delimiter"), (b"[1] 2", "Extra data")):
+        with pytest.raises(DataError, match=rf"a\.json:1: malformed JSON \({words}"):
+            list(_elements(text, Path("a.json")))
 
 
 def test_a_process_that_gives_no_answer():

@@ -1,12 +1,10 @@
-"""Preparing data once: plans on disk, --prepare_only, what an interruption costs, ranks that wait for the first."""
+"""Preparing data once: plans on disk, --prepare_only, ranks that wait for the first."""
 
 from __future__ import annotations
 
 import datetime
 import json
-import multiprocessing
 import os
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,15 +14,13 @@ import numpy as np
 import pytest
 
 import longctx.data.encoders
-import longctx.data.tokenize as tokenize
 import longctx.training.dataset
-from longctx.data.encoders import Encoder
 from longctx.model.load import load_config
 from longctx.packing import Packing, load_plan, plan_packing, save_plan
 from longctx.settings.flags import SFT
 from longctx.train import main
 from longctx.training.fingerprint import column_arrays, digest
-from tests.workers import run_ranks, start_warm_server
+from tests.workers import run_ranks
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = np.array([90, 7, 41, 0, 130, 64, 2, 300, 17, 88])
@@ -240,53 +236,6 @@ def test_a_damaged_or_wrong_plan_is_replaced(run_flags, tmp_path, capsys):
         assert load_plan(path.parent, key) is not None
         np.testing.assert_array_equal(load_plan(path.parent, key)[0].indices, packing.indices)
     assert len(right) == path.stat().st_size
-
-
-def train_slowly(log, cache, arguments):
-    """`longctx.train` with small parts, whose encoder enters its records into a log and then sleeps."""
-    datasets.config.HF_DATASETS_CACHE = cache
-    tokenize._PART_BYTES = 4000
-    encode = Encoder.__call__
-
-    def slow(self, batch, indices, first_record=0):
-        table = encode(self, batch, indices, first_record)
-        with open(log, "a") as file:
-            file.write("".join(f"{first_record + i}\n" for i in indices))
-        time.sleep(0.3)
-        return table
-
-    Encoder.__call__ = slow
-    sys.exit(main(arguments))
-
-
-def test_an_interrupted_preparation_goes_on_where_it_was(run_flags, tmp_path):
-    """Killed amid tokenising; every part that was finished by then is not tokenised again."""
-    start_warm_server()
-    log, arguments = tmp_path / "log", [*run_flags, "--prepare_only"]
-    first, second = (
-        multiprocessing.get_context("forkserver").Process(
-            target=train_slowly, args=(str(log), str(tmp_path / "cache"), arguments)
-        )
-        for _ in range(2)
-    )
-    first.start()
-    until = time.monotonic() + 60
-    while time.monotonic() < until and (not log.exists() or len(log.read_text().split()) < 20):
-        assert first.is_alive()
-        time.sleep(0.02)
-    first.kill()
-    first.join()
-    before = [int(number) for number in log.read_text().split()]
-    assert 20 <= len(before) < 40
-    second.start()
-    second.join(60)
-    assert second.exitcode == 0
-    numbers = [int(number) for number in log.read_text().split()]
-    again = set(before) & set(numbers[len(before) :])
-    assert set(numbers) == set(range(40))
-    assert len(again) <= 10  # the part that was being worked on
-    main([*run_flags, "--prepare_only"])  # in parts or whole, the documents and their fingerprint are the same
-    assert len(plans(tmp_path)) == 1
 
 
 # ------------------------------------------------------------------------------------------------

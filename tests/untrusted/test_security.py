@@ -319,10 +319,10 @@ def test_a_line_of_2_gb_is_refused_in_bounded_memory(tmp_path):
 @pytest.mark.parametrize("name", ["pipe.jsonl", "pipe.txt", "pipe.parquet"])
 def test_a_pipe_is_not_waited_for(tmp_path, name):
     os.mkfifo(tmp_path / name)
-    with pytest.raises(DataError, match=rf"{name}: not a regular file"):
+    with pytest.raises(ValueError, match=rf"{name} is a pipe, expected a regular file"):
         load_records(str(tmp_path / name))
     os.symlink("/dev/zero", tmp_path / "zero.txt")
-    with pytest.raises(DataError, match=r"zero.txt: not a regular file"):
+    with pytest.raises(ValueError, match=r"zero.txt is a device, expected a regular file"):
         load_records(str(tmp_path / "zero.txt"))
 
 

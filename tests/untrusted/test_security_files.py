@@ -236,8 +236,8 @@ def test_the_limits_are_those_of_the_page():
     gib, million = 1 << 30, 10**6
     sizes = [errors.RECORD_BYTES, json_records._ARRAY_BYTES, errors.RECORD_MEMORY_BYTES, errors.GROUP_MEMORY_BYTES]
     assert sizes == [256 * MIB, gib, 4 * gib, 8 * gib]
-    assert (json_records._NESTED, errors.UNPACKED_TIMES, files._RECORDS_AT_A_TIME) == (100, 1000, 256)
-    assert encoders._CHARACTERS_AT_A_TIME // million == 1
+    assert (json_records._NESTED, errors.UNPACKED_TIMES, files._ROWS_AT_A_TIME) == (100, 1000, 256)
+    assert encoders._BYTES_AT_A_TIME // million == 1
     for characters in (0, million, 5 * million):
         assert Bounds.of_text(characters) == Bounds(30 + 50 * characters / million, 2 * gib + 512 * characters)
     assert config_file.BOUNDS == model_files.BOUNDS == Bounds(seconds=120, memory_bytes=4 * gib)
@@ -259,6 +259,17 @@ def test_compressed_files_are_bounded_by_what_they_unpack_to(tmp_path, monkeypat
     monkeypatch.setattr(errors, "GROUP_MEMORY_BYTES", 100 * MIB)
     with pytest.raises(DataError, match=r"data\.parquet: a row group or .* size of more than 100 MiB, the limit"):
         load_records(str(path))
+
+
+def test_a_row_group_that_states_too_large_a_size_is_refused(tmp_path, monkeypatch):
+    """Before any of it is unpacked."""
+    pq.write_table(pa.table({"text": ["a" * MIB] * 3}), tmp_path / "data.parquet", use_dictionary=False)
+    monkeypatch.setattr(files, "GROUP_MEMORY_BYTES", 2 * MIB)
+    for read in (load_records, stream_records):
+        with pytest.raises(
+            DataError, match=r"data\.parquet: a row group or record batch with an unpacked size of more"
+        ):
+            read(str(tmp_path / "data.parquet"))
 
 
 def many_batches(path):

@@ -394,7 +394,7 @@ def test_many_records_in_one_part_are_as_they_are_one_by_one(monkeypatch):
     """Whichever way they are divided between calls, and whether or not one call failed."""
     texts = [f"text {number} " * (number % 7 + 1) for number in range(40)]
     whole = tokenize_records(datasets.Dataset.from_dict({"text": texts}), tiny_tokenizer())["input_ids"]
-    monkeypatch.setattr("longctx.data.encoders._CHARACTERS_AT_A_TIME", 50)
+    monkeypatch.setattr("longctx.data.encoders._BYTES_AT_A_TIME", 50)
     parts = tokenize_records(datasets.Dataset.from_dict({"text": texts}), tiny_tokenizer())["input_ids"]
     assert whole == parts
     assert whole == [tiny_tokenizer()(text + tiny_tokenizer().eos_token)["input_ids"] for text in texts]
