@@ -24,7 +24,7 @@ from longctx.data.errors import DataError, unreadable
 from longctx.untrusted.files import written_whole
 
 # Raised when the same records would now give other tokens or other rows, or be refused.
-_VERSION = 5
+_VERSION = 6
 
 
 def cache_key(*parts: Any) -> str:
