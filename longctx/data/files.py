@@ -239,8 +239,8 @@ def _open(file: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
     return stream.schema, within_memory(stream)
 
 
-_CONTINUATION = b"\xff\xff\xff\xff"
-_END_OF_STREAM = _CONTINUATION + b"\x00\x00\x00\x00"
+_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+"""That of Arrow 0.15 and later."""
 
 
 def _check_end_of_stream(source: pa.NativeFile) -> None:
@@ -250,8 +250,6 @@ def _check_end_of_stream(source: pa.NativeFile) -> None:
     end, size = source.tell(), source.size()
     if end < size:
         raise pa.ArrowInvalid(f"{size - end} bytes follow the end of its stream, at byte {end}")
-    source.seek(0)
-    if source.read(len(_CONTINUATION)) == _CONTINUATION:  # else a stream of before Arrow 0.15, whose end is four zeros
-        source.seek(size - len(_END_OF_STREAM))
-        if source.read() != _END_OF_STREAM:
-            raise pa.ArrowInvalid("its stream has no end: it was cut off, or is still being written")
+    source.seek(max(0, size - len(_END_OF_STREAM)))
+    if source.read() != _END_OF_STREAM:
+        raise pa.ArrowInvalid("its stream has no end: it was cut off, or is still being written")
