@@ -29,7 +29,6 @@ from longctx.data.errors import (
     within_memory,
 )
 from longctx.data.json_records import JsonRecords
-from longctx.data.kinds import record_kind
 from longctx.data.reading import RecordStream, TableStream
 
 STDLIB = "stdlib"
@@ -123,7 +122,7 @@ def read_files(files: Sequence[Path], text_field: str, columns: Sequence[str] | 
     (format_name,) = formats
     if format_name == "json":
         return JsonRecords(files, text_field, columns)
-    return TextFiles(files, text_field) if format_name == "text" else TableFiles(files, text_field)
+    return TextFiles(files, text_field) if format_name == "text" else TableFiles(files)
 
 
 def _format_of(file: Path) -> str:
@@ -147,8 +146,7 @@ _ROWS_AT_A_TIME = 256
 class TableFiles(TableStream):
     """The records of Parquet or Arrow files, cast to the types of the first file that has any."""
 
-    def __init__(self, files: Sequence[Path], text_field: str) -> None:
-        kinds: dict[str, Path] = {}
+    def __init__(self, files: Sequence[Path]) -> None:
         found: dict[Path, Features] = {}
         for file in files:
             with _damage_named(file):
@@ -158,10 +156,6 @@ class TableFiles(TableStream):
                 features = Features.from_arrow_schema(schema)
                 if any(batch.num_rows for batch in batches):
                     found[file] = features
-            kinds.setdefault(record_kind(schema.names, text_field, str(file)), file)
-        if len(kinds) > 1:
-            listed = ", ".join(f"{kind!r} in {file}" for kind, file in kinds.items())
-            raise DataError(f"mixed kinds of records: {listed}. Put each kind into a data set of its own.")
         if not found:
             raise no_records(name_files(files))
         self.files, self.features = list(found), next(iter(found.values()))

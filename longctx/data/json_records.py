@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,6 @@ from longctx.data.kinds import (
 from longctx.data.reading import RecordStream
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_INT32_MAX = np.iinfo(np.int32).max
 
 SMALL_TEXT = 1 << 20
 """Characters of JSON that cannot become much memory: an empty list takes two of them and 64 bytes."""
@@ -136,19 +135,17 @@ def _present(record: Mapping[str, Any]) -> list[str]:
 
 def _token_array(value: object, column: str, place: str) -> np.ndarray:
     """A JSON list of integers as int32 [num_tokens]. A boolean is no integer, though it is one in Python."""
-    if not isinstance(value, list) or set(map(type, value)) - {int}:
-        wrong = next(part for part in value if type(part) is not int) if isinstance(value, list) else value
-        raise DataError(
-            f"{place}: '{column}' {'holds' if isinstance(value, list) else 'is'} {json.dumps(wrong)[:60]}; expected a "
-            "flat list of integers. Correct the record."
-        )
-    try:
-        return np.array(value, np.int32)
-    except OverflowError:
-        raise DataError(
-            f"{place}: '{column}' holds {max(value, key=abs)}, which is beyond 32-bit token ids "
-            f"(limit {_INT32_MAX}). Correct the record."
-        ) from None
+    if isinstance(value, list) and set(map(type, value)) <= {int}:
+        with suppress(OverflowError):
+            return np.array(value, np.int32)
+    parts = value if isinstance(value, list) else [value]
+    wrong = next(
+        part for part in parts if type(part) is not int or not -(1 << 31) <= part < 1 << 31 or parts is not value
+    )
+    raise DataError(
+        f"{place}: '{column}' {'holds' if parts is value else 'is'} {json.dumps(wrong)[:60]}; expected a flat list of "
+        "integers of 32 bits. Correct the record."
+    )
 
 
 def _texts(path: Path) -> Iterator[tuple[str, str | bytes]]:
