@@ -29,7 +29,6 @@ from longctx.data.errors import (
     within_memory,
 )
 from longctx.data.json_records import JsonRecords
-from longctx.data.kinds import record_kind
 from longctx.data.reading import RecordStream, TableStream
 
 STDLIB = "stdlib"
@@ -123,7 +122,7 @@ def read_files(files: Sequence[Path], text_field: str, columns: Sequence[str] | 
     (format_name,) = formats
     if format_name == "json":
         return JsonRecords(files, text_field, columns)
-    return TextFiles(files, text_field) if format_name == "text" else TableFiles(files, text_field)
+    return TextFiles(files, text_field) if format_name == "text" else TableFiles(files)
 
 
 def _format_of(file: Path) -> str:
@@ -147,8 +146,7 @@ _ROWS_AT_A_TIME = 256
 class TableFiles(TableStream):
     """The records of Parquet or Arrow files, cast to the types of the first file that has any."""
 
-    def __init__(self, files: Sequence[Path], text_field: str) -> None:
-        kinds: dict[str, Path] = {}
+    def __init__(self, files: Sequence[Path]) -> None:
         found: dict[Path, Features] = {}
         for file in files:
             with _damage_named(file):
@@ -158,10 +156,6 @@ class TableFiles(TableStream):
                 features = Features.from_arrow_schema(schema)
                 if any(batch.num_rows for batch in batches):
                     found[file] = features
-            kinds.setdefault(record_kind(schema.names, text_field, str(file)), file)
-        if len(kinds) > 1:
-            listed = ", ".join(f"{kind!r} in {file}" for kind, file in kinds.items())
-            raise DataError(f"mixed kinds of records: {listed}. Put each kind into a data set of its own.")
         if not found:
             raise no_records(name_files(files))
         self.files, self.features = list(found), next(iter(found.values()))
@@ -239,8 +233,8 @@ def _open(file: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
     return stream.schema, within_memory(stream)
 
 
-_CONTINUATION = b"\xff\xff\xff\xff"
-_END_OF_STREAM = _CONTINUATION + b"\x00\x00\x00\x00"
+_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+"""That of Arrow 0.15 and later."""
 
 
 def _check_end_of_stream(source: pa.NativeFile) -> None:
@@ -250,8 +244,6 @@ def _check_end_of_stream(source: pa.NativeFile) -> None:
     end, size = source.tell(), source.size()
     if end < size:
         raise pa.ArrowInvalid(f"{size - end} bytes follow the end of its stream, at byte {end}")
-    source.seek(0)
-    if source.read(len(_CONTINUATION)) == _CONTINUATION:  # else a stream of before Arrow 0.15, whose end is four zeros
-        source.seek(size - len(_END_OF_STREAM))
-        if source.read() != _END_OF_STREAM:
-            raise pa.ArrowInvalid("its stream has no end: it was cut off, or is still being written")
+    source.seek(max(0, size - len(_END_OF_STREAM)))
+    if source.read() != _END_OF_STREAM:
+        raise pa.ArrowInvalid("its stream has no end: it was cut off, or is still being written")

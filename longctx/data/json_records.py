@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,7 @@ from longctx.data.messages import check_chat, check_text
 from longctx.data.reading import RecordStream
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_INT32_MAX = np.iinfo(np.int32).max
 
-_SPACE = re.compile(r"[ \t\n\r]*")
 SMALL_TEXT = 1 << 20
 """Characters of JSON that cannot become much memory: an empty list takes two of them and 64 bytes."""
 _ARRAY_BYTES = 1 << 30
@@ -139,19 +137,17 @@ def _present(record: Mapping[str, Any]) -> list[str]:
 
 def _token_array(value: object, column: str, place: str) -> np.ndarray:
     """A JSON list of integers as int32 [num_tokens]. A boolean is no integer, though it is one in Python."""
-    if not isinstance(value, list) or set(map(type, value)) - {int}:
-        wrong = next(part for part in value if type(part) is not int) if isinstance(value, list) else value
-        raise DataError(
-            f"{place}: '{column}' {'holds' if isinstance(value, list) else 'is'} {json.dumps(wrong)[:60]}; expected a "
-            "flat list of integers. Correct the record."
-        )
-    try:
-        return np.array(value, np.int32)
-    except OverflowError:
-        raise DataError(
-            f"{place}: '{column}' holds {max(value, key=abs)}, which is beyond 32-bit token ids "
-            f"(limit {_INT32_MAX}). Correct the record."
-        ) from None
+    if isinstance(value, list) and set(map(type, value)) <= {int}:
+        with suppress(OverflowError):
+            return np.array(value, np.int32)
+    parts = value if isinstance(value, list) else [value]
+    wrong = next(
+        part for part in parts if type(part) is not int or not -(1 << 31) <= part < 1 << 31 or parts is not value
+    )
+    raise DataError(
+        f"{place}: '{column}' {'holds' if parts is value else 'is'} {json.dumps(wrong)[:60]}; expected a flat list of "
+        "integers of 32 bits. Correct the record."
+    )
 
 
 def _texts(path: Path) -> Iterator[tuple[str, str | bytes]]:
@@ -179,27 +175,23 @@ def _texts(path: Path) -> Iterator[tuple[str, str | bytes]]:
 
 def _elements(data: bytes, path: Path) -> Iterator[tuple[str, str]]:
     """Yield the place and the text of each element of a JSON array, which are found by parsing one at a time."""
-    number, place = 0, f"{path}, {name_record(0)}"
+    decoder, number = json.JSONDecoder(), 0
     try:
         text = data.decode("utf-8-sig")
-        position = _skip_space(text, _skip_space(text, 0) + 1)
-        while text[position : position + 1] != "]" or number:
+        position = text.index("[") + 1
+        while text[(start := _after_space(text, position)) : start + 1] != "]":
+            if number:
+                if text[start : start + 1] != ",":
+                    raise json.JSONDecodeError("Expecting ',' delimiter", text, start)
+                start = _after_space(text, start + 1)
             with MemoryBound(RECORD_MEMORY_BYTES) if len(text) > SMALL_TEXT else nullcontext():
-                end = json.JSONDecoder().raw_decode(text, position)[1]
-            yield place, text[position:end]
-            number, position = number + 1, _skip_space(text, end)
-            place = f"{path}, {name_record(number)}"
-            if text[position : position + 1] == "]":
-                break
-            if text[position : position + 1] != ",":
-                raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
-            position = _skip_space(text, position + 1)
-        if _skip_space(text, position + 1) < len(text):
-            raise json.JSONDecodeError("Extra data", text, position + 1)
+                position = decoder.raw_decode(text, start)[1]
+            yield f"{path}, {name_record(number)}", text[start:position]
+            number += 1
+        if (end := _after_space(text, start + 1)) < len(text):
+            raise json.JSONDecodeError("Extra data", text, end)
     except (MemoryError, RecursionError) as error:
-        raise _beyond_limits(error, place) from None
-    except DataError:
-        raise
+        raise _beyond_limits(error, f"{path}, {name_record(number)}") from None
     except ValueError as error:  # also a number of more than 4,300 digits
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise DataError(
@@ -207,11 +199,8 @@ def _elements(data: bytes, path: Path) -> Iterator[tuple[str, str]]:
         ) from None
 
 
-def _skip_space(text: str, position: int) -> int:
-    """Return the first position from this one on that is no white space."""
-    match = _SPACE.match(text, position)
-    assert match is not None, "matches nothing, too"
-    return match.end()
+def _after_space(text: str, position: int) -> int:
+    return json.decoder.WHITESPACE.match(text, position).end()  # type: ignore[attr-defined]
 
 
 def parse_object(place: str, text: str | bytes) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import datasets
 from datasets import Dataset, IterableDataset
 
 from longctx.data.errors import DataError, no_records
-from longctx.data.files import DATA_SUFFIXES, FORMATS_HELP, STDLIB, SavedTables, TextFiles, read_files, stdlib_files
+from longctx.data.files import DATA_SUFFIXES, FORMATS_HELP, STDLIB, SavedTables, read_files, stdlib_files
 from longctx.data.kinds import record_kind
 from longctx.data.reading import IterableRecords, RecordStream
 from longctx.untrusted.files import check_data_file, check_folder, files_below, leads_outside, matching_files
@@ -60,7 +60,7 @@ def load_records(
         DataError: not found, unknown format, unreadable or malformed (with file and line), empty, no known
             kind of record, several kinds in one data set, or no such split (with those there are).
     """
-    splits = _splits(dataset_name, config, text_field, columns)
+    splits = _local_splits(dataset_name, config, text_field, columns)
     if splits is None:
         dataset = _load_from_hub(dataset_name, config, split, Dataset)
     else:
@@ -86,7 +86,7 @@ def stream_records(
     Raises:
         DataError: as `load_records`, for what shows before the first record; and for a slice of a split.
     """
-    splits = _splits(dataset_name, config, text_field, columns)
+    splits = _local_splits(dataset_name, config, text_field, columns)
     if splits is None:
         records: RecordStream = IterableRecords(_load_from_hub(dataset_name, config, split, IterableDataset))
     elif split in splits:
@@ -112,7 +112,7 @@ def record_place(
     columns: Sequence[str] | None = None,
 ) -> str:
     """Where a record of `load_records`, counted from 0, comes from: the line of its file, or `split[record]`."""
-    splits = _local_splits(dataset_name, text_field, columns)
+    splits = _local_splits(dataset_name, config, text_field, columns)
     parts = [(split, range(record + 1))]
     if splits is not None and split not in splits:
         parts = _read_parts(splits, split, dataset_name)[1]
@@ -130,48 +130,46 @@ def local_files(dataset_name: str) -> list[Path] | None:
     Raises:
         DataError: as `load_records`, for a name that leads to no file.
     """
-    if dataset_name == STDLIB:
-        return stdlib_files()
     path = Path(dataset_name).expanduser()
-    if path.is_dir():
+    if path.is_dir() and dataset_name != STDLIB:
         return _visible_files(path)
-    if _local_splits(dataset_name, "text") is None:
+    parts = _local_parts(dataset_name, path)
+    return None if parts is None else parts["train"]
+
+
+def _local_splits(name: str, config: str | None, text_field: str, columns: Sequence[str] | None) -> Splits | None:
+    """How the records of each split of a local or built-in data set are opened; None if the name is one for the hub."""
+    path = Path(name).expanduser()
+    parts = _local_parts(name, path)
+    if parts is None:
         return None
-    return [path] if path.exists() else matching_files(str(path))
-
-
-def _splits(name: str, config: str | None, text_field: str, columns: Sequence[str] | None) -> Splits | None:
-    """Return `_local_splits`, or raise ValueError for a configuration, which local files do not have."""
-    splits = _local_splits(name, text_field, columns)
-    if splits is not None and config is not None:
+    if config is not None:
         raise DataError(
             f"--dataset_config {config!r}: only hub data sets have configurations and {name!r} is "
             "local. Leave it out, or name the files of that configuration."
         )
-    return splits
-
-
-def _local_splits(name: str, text_field: str, columns: Sequence[str] | None = None) -> Splits | None:
-    """The splits of a local or built-in data set; None if the name is one for the hub."""
-    path = Path(name).expanduser()
-    if name == STDLIB:
-        return {"train": lambda: TextFiles(stdlib_files(), text_field)}
-    if is_saved(path):
-        return {split: partial(SavedTables, files, text_field) for split, files in _saved_splits(path).items()}
-    if path.is_dir():
-        parts = _split_files(path)
-    elif path.exists():
-        parts = {"train": [check_data_file(path)]}
-    elif glob.has_magic(name):
-        parts = {"train": matching_files(str(path))}
-        if not parts["train"]:
-            raise DataError(f"{name}: no file matches this glob (from {Path.cwd()}). Check the pattern.")
-        _check_links(parts["train"], _folder_of_glob(path))
-    elif _looks_like_a_path(name):
-        raise DataError(f"{name}: no such file or folder (from {Path.cwd()}). Expected {FORMATS_HELP}.")
-    else:
-        return None
+    if name != STDLIB and _is_saved(path):
+        return {split: partial(SavedTables, files) for split, files in parts.items()}
     return {split: partial(read_files, files, text_field, columns) for split, files in parts.items()}
+
+
+def _local_parts(name: str, path: Path) -> dict[str, list[Path]] | None:
+    """The files of each split of a local or built-in data set; None if the name is one for the hub."""
+    if name == STDLIB:
+        return {"train": stdlib_files()}
+    if path.is_dir():
+        return _saved_splits(path) if _is_saved(path) else _split_files(path)
+    if path.exists():
+        return {"train": [check_data_file(path)]}
+    if glob.has_magic(name):
+        files = matching_files(str(path))
+        if not files:
+            raise DataError(f"{name}: no file matches this glob (from {Path.cwd()}). Check the pattern.")
+        _check_links(files, _folder_of_glob(path))
+        return {"train": files}
+    if _looks_like_a_path(name):
+        raise DataError(f"{name}: no such file or folder (from {Path.cwd()}). Expected {FORMATS_HELP}.")
+    return None
 
 
 def _folder_of_glob(pattern: Path) -> Path:
@@ -288,7 +286,7 @@ def _no_split(name: str, split: str, splits: Splits) -> DataError:
     )
 
 
-def is_saved(path: Path) -> bool:
+def _is_saved(path: Path) -> bool:
     """Return whether the folder is one of `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 

@@ -419,9 +419,7 @@ def test_unknown_kind_lists_columns_and_kinds(tmp_path) -> None:
 def test_mixed_kinds_over_parquet_files(tmp_path) -> None:
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"input_ids": [[1]]}), tmp_path / "b.parquet")
-    message = _load_error(tmp_path / "*.parquet")
-    assert "mixed kinds of records: 'text' in" in message
-    assert "b.parquet" in message
+    assert f"{tmp_path}/b.parquet: not readable as one data set" in _load_error(tmp_path / "*.parquet")
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])

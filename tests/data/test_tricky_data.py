@@ -51,17 +51,33 @@ TRICKY: dict[str, tuple[str, str | bytes, str | list[str]]] = {
         ["fine", "a"],
     ),
     "a number of more than 64 bits": (".jsonl", chat(f"{2**63}") + chat(f"[{-(2**63) - 1}]"), [CHAT, CHAT]),
-    "a token of 32 bits": (".jsonl", IDS % 2**31, f":2: 'input_ids' holds {2**31}, which is beyond 32-bit"),
-    "a token of 64 bits": (".jsonl", IDS % 2**63, f":2: 'input_ids' holds {2**63}, which is beyond 32-bit"),
-    "a token of -64 bits": (".jsonl", IDS % -(2**63), f":2: 'input_ids' holds {-(2**63)}, which is beyond 32-bit"),
+    "a token of 32 bits": (
+        ".jsonl",
+        IDS % 2**31,
+        f":2: 'input_ids' holds {2**31}; expected a flat list of integers",
+    ),
+    "a token of 64 bits": (
+        ".jsonl",
+        IDS % 2**63,
+        f":2: 'input_ids' holds {2**63}; expected a flat list of integers",
+    ),
+    "a token of -64 bits": (
+        ".jsonl",
+        IDS % -(2**63),
+        f":2: 'input_ids' holds {-(2**63)}; expected a flat list of integers",
+    ),
     "a boolean as a token": (".jsonl", IDS % "true", ":2: 'input_ids' holds true; expected a flat list of integers"),
     "a boolean as a label": (".jsonl", LABELS % "false", ":2: 'labels' holds false; expected a flat list of integers"),
     "a label of 64 bits": (
         ".jsonl",
         LABELS % (2**64 - 100),
-        f":2: 'labels' holds {2**64 - 100}, which is beyond 32-bit",
+        f":2: 'labels' holds {2**64 - 100}; expected a flat list of integers",
     ),
-    "a token of 65 bits": (".jsonl", IDS % (2**64 + 1), f":2: 'input_ids' holds {2**64 + 1}, which is beyond 32-bit"),
+    "a token of 65 bits": (
+        ".jsonl",
+        IDS % (2**64 + 1),
+        f":2: 'input_ids' holds {2**64 + 1}; expected a flat list of integers",
+    ),
     "a key twice": (".jsonl", FINE + '{"text": "a", "text": "a"}', ":2: .*the key 'text' stands twice"),
     "a key twice, once escaped": (
         ".jsonl",
