@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from tests.reference import train_reference
 from tests.training.test_training import LEARNING_RATE, STEPS, make_documents, relative, write_jsonl
 from tests.workers import run_ranks
 
-LENGTHS = [*np.random.default_rng(5).integers(2, 90, 34).tolist(), 300]
+LENGTHS = [*np.random.default_rng(5).integers(2, 90, 26).tolist(), 300]
 """The last is longer than a row."""
 MAX_LENGTH = 128
 ROWS_A_STEP = 4
@@ -61,16 +61,19 @@ def documents_of(row):
 
 
 def steps_of(documents, packing):
-    """The documents of each step: rows in order, the last step of a pass with what is left, then from the start."""
+    """The documents of each step: a row of each lane, as far as there are some, then from the start."""
     source = [{"input_ids": ids, "labels": labels} for ids, labels in documents]
-    if packing == "single":
-        rows = [[document] for document in documents if len(document[0]) <= MAX_LENGTH]
-    else:
-        rows = [documents_of(row) for row in PackedStream(source, MAX_LENGTH, overlong="split")]
-    steps = [rows[start : start + ROWS_A_STEP] for start in range(0, len(rows), ROWS_A_STEP)]
+    lanes = []
+    for lane in range(ROWS_A_STEP):
+        if packing == "single":
+            lanes.append([[document] for document in documents[lane::ROWS_A_STEP] if len(document[0]) <= MAX_LENGTH])
+        else:
+            own = PackedStream(source[lane::ROWS_A_STEP], MAX_LENGTH, overlong="split")
+            lanes.append([documents_of(row) for row in own])
+    assert len({*map(len, lanes)}) > 1
+    steps = [[document for row in step for document in row] for step in zip_longest(*lanes, fillvalue=[])]
     assert len(steps) < STEPS
-    assert len(steps[-1]) < ROWS_A_STEP
-    return [[document for row in step for document in row] for step in islice(steps * STEPS, STEPS)], len(rows)
+    return [*islice(steps * STEPS, STEPS)], sum(map(len, lanes))
 
 
 def run_cases(cases):
