@@ -2,54 +2,59 @@
 
     python -m benchmarks.streaming
 
-Documents longer than L are split. "density" is tokens over the room of every row but the last `look_ahead`, whose
-gaps nothing is left to close; "with the end" is over all rows. "late" is how many places later than in the source a
-document (the last piece of a split one) comes out at most. "best fit decreasing" knows every length.
+Documents longer than L are split. "density" is tokens over the room of every row but the last `look_ahead` of a lane,
+whose gaps nothing is left to close; "with the end" is over all rows; "of a pass" is over a row of every lane in every
+step, until the longest lane ends. "before" is the density of one order for all documents with 16 packs of look-ahead,
+as streams had it before lanes. "late" is how many places later than in its lane a document (the last piece of a split
+one) comes out at most. "waiting" is the most tokens that a lane holds. "best fit decreasing" knows every length.
 
 Times are CPU seconds of one thread, so that other work on the machine does not count. Plan is the look-ahead alone,
 from lengths; row is all of `PackedStream`, from NumPy documents to the rows of one rank out of one; copy is the part of
 it that no packing can save: `input_ids` and `position_ids` of these rows, 16 bytes a token, written by NumPy at once.
 
-The last table reads Arrow files as a stream (`datasets.load_from_disk(...).to_iterable_dataset()`). Examples: the
+The second table reads Arrow files as a stream (`datasets.load_from_disk(...).to_iterable_dataset()`). Examples: the
 documents as Python lists, as iterating gives them; tables: as `PackedStream` reads them, without packing; rows: all of
 `PackedStream`, reading included.
+
+The last table reads texts from JSON lines and tokenises them, as one of --dp ranks does, whose lanes are one in --dp:
+"passed" is what a record of another rank costs, "own" one of its own, and "a step" is what each rank spends on a step
+of --dp sequences of --step_length tokens. "all" is a rank that tokenises every record, as each did before lanes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import platform
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
+from longctx.data import stdlib_files, stream_records, tokenize_stream
 from longctx.packing import PackedStream, plan_packing
 from longctx.packing.lookahead import LookAhead
 
 from .packing import DISTRIBUTIONS, PACKAGES, Lengths, device, line, timed
 
-HEADER = [
-    "lengths",
-    "L",
-    "rows",
-    "density",
-    "with the end",
-    "best fit decreasing",
-    "late",
-    "plan µs/doc (min–max)",
-    "row µs/doc",
-    "copy µs/doc",
-    "Mtokens/s",
-]
+HEADER = ["lengths", "L", "lanes", "rows", "before", "density", "with the end", "of a pass", "best fit decreasing"]
+HEADER += ["late", "waiting", "plan µs/doc (min–max)", "row µs/doc", "copy µs/doc", "Mtokens/s"]
 
+BEFORE = 16
+"""Packs of look-ahead of the one order that streams had before lanes."""
 READ_HEADER = ["lengths", "documents", "L", "examples µs/doc", "tables µs/doc", "rows µs/doc", "of it reading"]
+RANK_HEADER = ["ranks", "L", "tokens/doc", "passed µs/doc", "own µs/doc", "core-s a step", "all"]
+TEXT_BYTES, TEXT_LENGTH = 16_000_000, 2400
 READ_TOKENS = 50_000_000
 """Most tokens written to files for the last table."""
 
@@ -67,7 +72,7 @@ class Source:
 
 
 def plan(lengths: list[int], capacity: int, look_ahead: int) -> list[list[int]]:
-    """The documents of each row, rows of one full piece of a split document among them."""
+    """The documents of each row of a lane, rows of one full piece of a split document among them."""
     queue: LookAhead[int] = LookAhead(capacity, look_ahead)
     rows = []
     for number, length in enumerate(lengths):
@@ -83,35 +88,65 @@ def plan(lengths: list[int], capacity: int, look_ahead: int) -> list[list[int]]:
 
 
 def latest(rows: list[list[int]]) -> int:
-    """The most places that a document's last piece comes after its place in the source."""
+    """The most places that a document's last piece comes after its place in the lane."""
     order = np.concatenate([np.array(row) for row in rows])[::-1]
     _, from_end = np.unique(order, return_index=True)  # documents in order: where each is seen last
     place = np.argsort(np.argsort(-from_end))
     return int((place - np.arange(len(place))).max())
 
 
-def measure(name: str, documents: int, capacity: int, look_ahead: int, repeats: int) -> list[str]:
+def read_pass(stream: PackedStream, lanes: int) -> tuple[list[list[int]], int]:
+    """Return the tokens of each row of each lane, and the most tokens that are held for a lane on average."""
+    of_lane, most = stream.lanes(lanes, range(lanes)), 0
+    tokens: list[list[int]] = [[] for _ in of_lane]
+    reader = of_lane[0]._reader
+    rows: list[Any] = [{}]
+    while any(row is not None for row in rows):
+        rows = [lane.take() for lane in of_lane.values()]
+        for counts, row in zip(tokens, rows, strict=True):
+            counts += [] if row is None else [len(row["input_ids"])]
+        held = sum(lane._waiting.waiting + sum(map(len, lane._ready)) for lane in of_lane.values())
+        queued = (document for queue in reader._queues.values() for document in queue)
+        most = max(most, held + sum(len(document.columns["input_ids"]) for document in queued))
+    return tokens, most // lanes
+
+
+def share(tokens: list[list[int]], capacity: int) -> str:
+    rows = sum(map(len, tokens))
+    return f"{sum(map(sum, tokens)) / (rows * capacity):.4%}" if rows else "–"
+
+
+def measure(name: str, documents: int, capacity: int, lanes: int, look_ahead: int, repeats: int) -> list[str]:
     rng = np.random.default_rng([documents, capacity])
     lengths = DISTRIBUTIONS[name](rng, documents, capacity)
-    as_list = lengths.tolist()
-    rows, seconds = timed(lambda: plan(as_list, capacity, look_ahead), repeats)
+    of_lanes = [lengths[lane::lanes].tolist() for lane in range(lanes)]
+    rows, seconds = timed(lambda: [plan(own, capacity, look_ahead) for own in of_lanes], repeats)
+    tokens, waiting = read_pass(PackedStream(Source(lengths), capacity, overlong="split", look_ahead=look_ahead), lanes)
     start = time.process_time()
     stream = PackedStream(Source(lengths), capacity, overlong="split", look_ahead=look_ahead)
-    tokens = np.array([len(row["input_ids"]) for row in stream])
+    read = stream.lanes(lanes, range(lanes))
+    while [row for row in [lane.take() for lane in read.values()] if row is not None]:
+        pass
     row_seconds = time.process_time() - start
-    assert len(tokens) == len(rows), "the stream and its plan have the same rows"
-    assert tokens.sum() == lengths.sum(), "no token is lost"
-    copy_seconds = time_copies(tokens.tolist(), capacity)
+    assert [len(own) for own in tokens] == [len(own) for own in rows], "the stream and its plan have the same rows"
+    assert sum(map(sum, tokens)) == lengths.sum(), "no token is lost"
+    before = PackedStream(Source(lengths), capacity, overlong="split", look_ahead=BEFORE)
+    of_one = [len(row["input_ids"]) for row in before]
+    copy_seconds = time_copies([count for own in tokens for count in own], capacity)
     _, report = plan_packing(lengths, capacity, overlong="split")
     microseconds = np.array(seconds) / documents * 1e6
     return [
         name,
         f"{capacity:,}",
-        f"{len(rows):,}",
-        f"{tokens[:-look_ahead].mean() / capacity:.4%}",
-        f"{tokens.mean() / capacity:.4%}",
+        f"{lanes:,}",
+        f"{sum(map(len, rows)):,}",
+        share([of_one[:-BEFORE]], capacity),
+        share([own[:-look_ahead] for own in tokens], capacity),
+        share(tokens, capacity),
+        f"{lengths.sum() / (max(map(len, tokens)) * lanes * capacity):.2%}",
         f"{report.fill:.4%}",
-        f"{latest(rows):,}",
+        f"{max(latest(own) for own in rows):,}",
+        f"{waiting:,}",
         f"{np.median(microseconds):.2f} ({microseconds.min():.2f}–{microseconds.max():.2f})",
         f"{row_seconds / documents * 1e6:.2f}",
         f"{copy_seconds / documents * 1e6:.2f}",
@@ -147,7 +182,10 @@ def measure_reading(name: str, documents: int, capacity: int, look_ahead: int) -
         def count(documents: Iterable[Mapping[str, Any]]) -> int:
             return sum(len(document["input_ids"]) for document in documents)
 
-        work = (lambda: count(source), lambda: count(stream._read_tables(0)), lambda: count(stream))
+        def read() -> int:
+            return count(document.columns for document in stream.documents_from(0, lambda number: True, {}))
+
+        work = (lambda: count(source), read, lambda: count(stream))
         timings = [timed(part, 3) for part in work]
     assert all(tokens == lengths.sum() for tokens, _ in timings), "no token is lost"
     examples, tables, rows = (float(np.median(seconds)) / len(lengths) * 1e6 for _, seconds in timings)
@@ -155,12 +193,49 @@ def measure_reading(name: str, documents: int, capacity: int, look_ahead: int) -
     return [name, f"{len(lengths):,}", f"{capacity:,}", *numbers]
 
 
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE tokenizer of 32,000 tokens, as fast as those of models."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=32_000, special_tokens=["<eos>"], show_progress=False)
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
+def measure_ranks(ranks: int, step_length: int) -> list[str]:
+    """Time a rank's reading of JSON lines of the standard library's texts: of all records, and of one in `ranks`."""
+    whole = "\n".join(path.read_text(encoding="utf-8") for path in stdlib_files())[:TEXT_BYTES]
+    texts = [whole[start : start + TEXT_LENGTH] for start in range(0, len(whole), TEXT_LENGTH)]
+    tokenizer = train_tokenizer(texts[::20])
+    datasets.disable_progress_bars()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "data.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+        def read(lanes: int) -> tuple[int, float]:
+            stream = tokenize_stream(stream_records(str(path)), tokenizer)
+            before = os.times()
+            tokens = sum(len(d.columns["input_ids"]) for d in stream.documents_from(0, lambda k: k % lanes == 0))
+            stream.encoder.close()
+            return tokens, sum(os.times()[:4]) - sum(before[:4])
+
+        (tokens, seconds), (_, of_lane) = read(1), read(ranks)
+    passed = (of_lane - seconds / ranks) / (len(texts) * (1 - 1 / ranks))
+    records = ranks * step_length / (tokens / len(texts))
+    numbers = [f"{passed * 1e6:.1f}", f"{seconds / len(texts) * 1e6:.1f}"]
+    steps = [f"{records * of_lane / len(texts):.1f}", f"{records * seconds / len(texts):.1f}"]
+    return [f"{ranks}", f"{step_length:,}", f"{tokens / len(texts):.0f}", *numbers, *steps]
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=100_000)
     parser.add_argument("--lengths", nargs="+", choices=DISTRIBUTIONS, default=list(DISTRIBUTIONS))
     parser.add_argument("--capacity", type=int, nargs="+", default=[4096, 32768, 131072])
-    parser.add_argument("--look_ahead", type=int, default=16, help="packs of tokens that wait")
+    parser.add_argument("--lanes", type=int, nargs="+", default=[1, 8, 64], help="sequences of a step")
+    parser.add_argument("--look_ahead", type=int, default=8, help="packs of tokens that wait in a lane")
+    parser.add_argument("--dp", type=int, default=128, help="ranks of the last table")
+    parser.add_argument("--step_length", type=int, default=131072, help="tokens of a sequence in the last table")
     parser.add_argument("--repeats", type=int, default=3, help="plans timed for each case")
     options = parser.parse_args(arguments)
 
@@ -169,12 +244,15 @@ def main(arguments: list[str] | None = None) -> None:
     print(line(HEADER), line(["---"] * len(HEADER)), sep="\n", flush=True)
     for name in options.lengths:
         for capacity in options.capacity:
-            cells = measure(name, options.documents, capacity, options.look_ahead, options.repeats)
-            print(line(cells), flush=True)
+            for lanes in options.lanes:
+                cells = measure(name, options.documents, capacity, lanes, options.look_ahead, options.repeats)
+                print(line(cells), flush=True)
     print("", line(READ_HEADER), line(["---"] * len(READ_HEADER)), sep="\n", flush=True)
     for name in options.lengths:
         for capacity in options.capacity:
             print(line(measure_reading(name, options.documents, capacity, options.look_ahead)), flush=True)
+    print("", line(RANK_HEADER), line(["---"] * len(RANK_HEADER)), sep="\n", flush=True)
+    print(line(measure_ranks(options.dp, options.step_length)), flush=True)
 
 
 if __name__ == "__main__":

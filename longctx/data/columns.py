@@ -5,9 +5,9 @@ Tokenising checks with it, packing measures and cuts with it; it needs NumPy and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,26 @@ TURN_ENDS = "turn_ends"
 
 IGNORE_INDEX = -100
 """Label of a token that is no target of the loss."""
+
+
+class Document(NamedTuple):
+    """A document of a stream."""
+
+    number: int
+    """Its place in the stream, counted from 0."""
+    columns: Mapping[str, Any]
+    """[tokens] each."""
+    source: int = 0
+    """The number of its data set in a mixture."""
+    is_new: bool = True
+    """Whether the stream has not had it before, since it repeats data sets that end early."""
+    records: int = 0
+    """Records of its data set, if it is the last one there; else 0."""
+
+
+SOURCE_COUNTS = ("documents", "tokens", "distinct", "there")
+"""Counts of each data set of a streamed mixture, after its number: documents, their tokens, those that do not repeat
+earlier ones, and the documents of the data set once its end is read, 0 before."""
 
 
 def is_list_type(type_: pa.DataType) -> bool:

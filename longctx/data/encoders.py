@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -275,14 +274,12 @@ def warn_of_eos(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def take_notes(documents: Dataset) -> tuple[Dataset, Counter[str]]:
-    """Return documents without the column `notes`, under the same fingerprint, and what the notes sum up to."""
+def notes_of(column: pa.ChunkedArray) -> Counter[str]:
+    """Return what the notes of documents, from their column `notes`, sum up to."""
     notes: Counter[str] = Counter()
-    for said in documents.data.column(NOTES).drop_null().to_pylist():
+    for said in column.drop_null().to_pylist():
         notes.update(json.loads(said))
-    fingerprint, documents = documents._fingerprint, documents.remove_columns([NOTES])
-    documents._fingerprint = fingerprint
-    return documents, notes
+    return notes
 
 
 def say(notes: Mapping[str, int]) -> None:

@@ -8,7 +8,7 @@ A share is one of documents. What a mixture comes to, also in tokens, is counted
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,10 +17,10 @@ import numpy as np
 from datasets import Dataset
 from numpy.typing import NDArray
 
-from longctx.data.columns import document_lengths
+from longctx.data.columns import SOURCE_COUNTS, Document, document_lengths
 from longctx.data.errors import DataError
 from longctx.data.mixture import Mixture
-from longctx.data.stream import DocumentStream
+from longctx.data.stream import DocumentStream, Record, encoded
 
 _DRAWN_AT_A_TIME = 1000  # as interleave_datasets does: what is drawn depends on it
 _MOST_DOCUMENTS = 1 << 31
@@ -206,26 +206,34 @@ class MixedStream:
         """
         self.sources, self.mixture = list(sources), mixture
         self.masked = any(source.encoder.masked for source in sources)
-        self.reset_counts()
 
-    def reset_counts(self) -> None:
-        """Start the counts again with the next iteration, for example after a check before training has read some."""
-        num_sources = len(self.sources)
-        self._there: list[int | None] = [None] * num_sources
-        self._documents, self._distinct, self._tokens = ([0] * num_sources for _ in range(3))
-        self._counted = 0  # documents of the next iteration that were counted before
-
-    def __iter__(self) -> Iterator[dict[str, NDArray[np.int32]]]:
+    def __iter__(self) -> Iterator[Mapping[str, NDArray[np.int32]]]:
         """Yield documents like a DocumentStream.
 
         Raises:
             DataError: as of a DocumentStream.
         """
-        return self.starting_at(0)
+        return (document.columns for document in self.documents_from(0, lambda number: True))
 
-    def starting_at(self, document: int) -> Iterator[dict[str, NDArray[np.int32]]]:
-        """Return the same stream from this document on. Earlier ones are drawn and not read."""
-        counted, self._counted = self._counted, 0
+    def documents_from(
+        self, first: int, wanted: Callable[[int], bool], lengths: Sequence[int] = ()
+    ) -> Iterator[Document]:
+        """Yield the wanted documents from this one on. Earlier ones are drawn, and their records not read.
+
+        Args:
+            wanted: whether a document is, by its number in the mixture.
+            lengths: records of each data set; 0 for one that does not end before `first`.
+
+        Raises:
+            DataError: a record that cannot be read, or one of a wanted document that cannot be encoded.
+        """
+        for document in encoded(self._drawn(first, lengths or [0] * len(self.sources)), self.sources, wanted):
+            columns = document.columns
+            if self.masked and "labels" not in columns:
+                document = document._replace(columns={**columns, "labels": columns["input_ids"]})
+            yield document
+
+    def _drawn(self, first: int, lengths: Sequence[int]) -> Iterator[tuple[Record, Document]]:
         places = [0] * len(self.sources)  # of each source, its next document
         ended = [False] * len(self.sources)
         readers: dict[int, _Reader] = {}
@@ -233,23 +241,17 @@ class MixedStream:
         for source in self._draws(ended):
             if ended[source] and self.mixture.stopping_strategy != "all_exhausted":
                 continue
-            drawn = None
-            if number < document:
-                is_last = places[source] + 1 == self._there[source]
+            if number < first:
+                is_last = places[source] + 1 == lengths[source]
             else:
                 if source not in readers:
-                    readers[source] = _Reader(self.sources[source].starting_at(places[source]))
-                drawn, is_last = readers[source].take(self.mixture.names[source])
+                    readers[source] = _Reader(self.sources[source].records_from(places[source]))
+                record, is_last = readers[source].take(self.mixture.names[source])
+                yield record, Document(number, {}, source, not ended[source], is_last * (places[source] + 1))
             places[source] += 1
-            self._distinct[source] = max(self._distinct[source], places[source])
             if is_last:
-                self._there[source], places[source], ended[source] = places[source], 0, True
+                places[source], ended[source] = 0, True
                 readers.pop(source, None)
-            if drawn is not None:
-                if number >= counted:
-                    self._documents[source] += 1
-                    self._tokens[source] += len(drawn["input_ids"])
-                yield drawn if "labels" in drawn or not self.masked else {**drawn, "labels": drawn["input_ids"]}
             number += 1
             if all(ended) or (any(ended) and self._ends_with_the_first):
                 return
@@ -270,37 +272,23 @@ class MixedStream:
         while True:
             yield from random.choice(len(self.sources), size=_DRAWN_AT_A_TIME, p=shares).tolist()
 
-    def position(self) -> dict[str, Any]:
-        """Return what was read so far, over all iterations, as plain values for `go_on_from`."""
-        return {
-            "there": list(self._there),
-            "documents": list(self._documents),
-            "distinct": list(self._distinct),
-            "tokens": list(self._tokens),
-        }
-
-    def go_on_from(self, position: Mapping[str, Any], document: int) -> None:
-        """Continue the counts of a `position` once the next iteration reaches this document."""
-        self._there, self._documents = list(position["there"]), list(position["documents"])
-        self._distinct, self._tokens = list(position["distinct"]), list(position["tokens"])
-        self._counted = document
-
-    def reports(self, position: Mapping[str, Any]) -> tuple[SourceReport, ...]:
-        """Return what was read of each data set up to a `position`."""
-        ends = zip(position["there"], position["distinct"], strict=True)
-        left_out = [None if there is None else there - distinct for there, distinct in ends]
-        return source_reports(self.mixture, **position, left_out=left_out)
+    def reports(self, counts: Mapping[str, int]) -> tuple[SourceReport, ...]:
+        """Return what was read of each data set, from counts by `SOURCE_COUNTS`."""
+        of_name = {name: [counts[f"{i} {name}"] for i in range(len(self.sources))] for name in SOURCE_COUNTS}
+        there = [length or None for length in of_name.pop("there")]
+        left_out = [length and 0 for length in there]  # a data set whose end has been read is read whole
+        return source_reports(self.mixture, **of_name, there=there, left_out=left_out)
 
 
 class _Reader:
-    """Documents of a stream, and of each whether it is the last."""
+    """Records of a stream, and of each whether it is the last."""
 
-    def __init__(self, documents: Iterator[dict[str, NDArray[np.int32]]]) -> None:
-        self._documents = documents
-        self._next = next(documents, None)
+    def __init__(self, records: Iterator[Record]) -> None:
+        self._records = records
+        self._next = next(records, None)
 
-    def take(self, name: str) -> tuple[dict[str, NDArray[np.int32]], bool]:
-        taken, self._next = self._next, next(self._documents, None)
+    def take(self, name: str) -> tuple[Record, bool]:
+        taken, self._next = self._next, next(self._records, None)
         if taken is None:
             raise DataError(f"{name} has fewer documents than when it was read before. Use the same data.")
         return taken, self._next is None

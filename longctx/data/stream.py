@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -13,15 +14,24 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from longctx.data.chat import FIRST_RECORDS, ChatEncoder
-from longctx.data.columns import document_lengths, token_columns
-from longctx.data.encoders import Encoder
+from longctx.data.columns import Document, document_lengths, token_columns
+from longctx.data.encoders import NOTES, Encoder, notes_of, say
 from longctx.data.errors import DataError, name_record, no_records, too_large, with_place
 from longctx.data.files import unlike_files
-from longctx.data.reading import RecordStream, as_stream, in_groups
+from longctx.data.reading import RecordStream, as_stream
 from longctx.data.tokenize import choose_encoder, encoder_key, holds_target, no_targets
 
-RECORDS_PER_TABLE = 256
-"""Records that are tokenised at a time: enough to keep the tokenizer's threads busy."""
+RECORDS_AT_A_TIME = 256
+"""Records that are read, and of which those that are wanted are tokenised together, to keep the tokenizer busy."""
+
+
+class Record(NamedTuple):
+    """A record that is not encoded yet."""
+
+    number: int
+    """Its place in its data set, counted from 0."""
+    raw: Any
+    """As it lies in its source; `RecordStream.parse` reads it."""
 
 
 class DocumentStream:
@@ -44,6 +54,7 @@ class DocumentStream:
         self.key = encoder_key(encoder)
         """Digest of what makes the documents. It is taken here, before a .jinja template is put on the tokenizer."""
         self.records = as_stream(records)
+        self._said: set[str] = set()
 
     def __iter__(self) -> Iterator[dict[str, NDArray[np.int32]]]:
         """`input_ids` [tokens] and, where `tokenize_records` gives them, `labels` [tokens]; views of a table.
@@ -51,46 +62,109 @@ class DocumentStream:
         Raises:
             DataError: as `tables`.
         """
-        return self.starting_at(0)
+        for table in self.tables():
+            yield from documents_of(table)
 
-    def starting_at(self, document: int) -> Iterator[dict[str, NDArray[np.int32]]]:
-        """Iterate from this document on: the records of earlier ones are read, and not encoded."""
-        whole, rest = divmod(document, RECORDS_PER_TABLE)
-        for table in self.tables(skip=whole):
-            columns = token_columns(table)
-            for values in islice(zip(*(column.rows() for column in columns.values()), strict=True), rest, None):
-                yield dict(zip(columns, values, strict=True))
-            rest = 0
-
-    def tables(self, skip: int = 0, most: int | None = None) -> Iterator[pa.Table]:
-        """The documents as tables of up to RECORDS_PER_TABLE, with the columns of `tokenize_records`.
+    def documents_from(
+        self, first: int, wanted: Callable[[int], bool], lengths: Sequence[int] = ()
+    ) -> Iterator[Document]:
+        """Yield the wanted documents from this one on; records of others are read, and not encoded.
 
         Args:
-            skip: tables at the start that are not made.
-            most: records that are read; all when None.
+            wanted: whether a document is, by its number.
 
         Raises:
-            DataError: a record that cannot be read or encoded; at the end, no record, or no target of the loss.
+            DataError: a record that cannot be read, or one of a wanted document that cannot be encoded.
         """
-        num_records, num_tokens = skip * RECORDS_PER_TABLE, 0
-        has_target = skip > 0  # whoever read those tables has looked
+        drawn = ((record, Document(record.number, {})) for record in self.records_from(first))
+        return encoded(drawn, [self], wanted)
+
+    def tables(self) -> Iterator[pa.Table]:
+        """The documents as tables of up to RECORDS_AT_A_TIME, with the columns of `tokenize_records`.
+
+        Raises:
+            DataError: a record that cannot be read or encoded; at the end, no target of the loss.
+        """
+        num_records, num_tokens, has_target = 0, 0, False
+        records = self.records_from(0)
+        while some := list(islice(records, RECORDS_AT_A_TIME)):
+            table = self.encode(some)
+            num_records += len(some)
+            num_tokens += int(document_lengths(table).sum())
+            has_target = has_target or holds_target(table)
+            yield table
+        if not has_target:
+            raise DataError(f"{self.place(0)} to the end: {no_targets(num_records, num_tokens, self.encoder.masked)}")
+
+    def records_from(self, first: int) -> Iterator[Record]:
+        """Yield the records from this one on, not encoded.
+
+        Raises:
+            DataError: a record that cannot be read; at the end, no record.
+        """
+        number, records = first, islice(self.records.raw(), first, None)
+        while True:
+            with self._place_named(number):
+                raw = next(records, None)
+            if raw is None:
+                break
+            yield Record(number, raw)
+            number += 1
+        if not number:
+            raise no_records("the stream")
+
+    def encode(self, records: Sequence[Record]) -> pa.Table:
+        """Return the documents of some records, with the columns of `tokenize_records`.
+
+        Raises:
+            DataError: one that cannot be encoded.
+        """
+        numbers = [record.number for record in records]
+        with self._place_named(numbers[0]):
+            table = self.encoder(self.records.parse([record.raw for record in records]), numbers)
+        notes = notes_of(table[NOTES])
+        say({f"Records {numbers[0]} to {numbers[-1]}: {note}": notes[note] for note in notes.keys() - self._said})
+        self._said |= notes.keys()
+        return table.drop_columns([NOTES])
+
+    @contextmanager
+    def _place_named(self, first: int) -> Iterator[None]:
+        """Name the record in an error about it, or the first of those that it may be."""
         try:
-            for raw in in_groups(islice(self.records.raw(), num_records, most), RECORDS_PER_TABLE):
-                table = self.encoder(self.records.parse(raw), range(num_records, num_records + len(raw)))
-                num_records += len(raw)
-                num_tokens += int(document_lengths(table).sum())
-                has_target = has_target or holds_target(table)
-                yield table
+            yield
         except DataError as error:
             raise with_place(error, self.place) from error
         except MemoryError:
-            raise too_large(f"{self.place(num_records)} or a later one") from None
+            raise too_large(f"{self.place(first)} or a later one") from None
         except (ValueError, OSError, pa.ArrowException) as error:  # of a reader: a cast, bytes that are not UTF-8
-            raise unlike_files(f"{self.place(num_records)} or a later one", error.__cause__ or error) from error
-        if not num_records:
-            raise no_records("the stream")
-        if not has_target:
-            raise DataError(f"{self.place(0)} to the end: {no_targets(num_records, num_tokens, self.encoder.masked)}")
+            raise unlike_files(f"{self.place(first)} or a later one", error.__cause__ or error) from error
+
+
+def documents_of(table: pa.Table) -> Iterator[dict[str, NDArray[np.int32]]]:
+    """The documents of a table, [tokens] of each column, as views."""
+    columns = token_columns(table)
+    rows = zip(*(column.rows() for column in columns.values()), strict=True)
+    return (dict(zip(columns, values, strict=True)) for values in rows)
+
+
+def encoded(
+    drawn: Iterable[tuple[Record, Document]], streams: Sequence[DocumentStream], wanted: Callable[[int], bool]
+) -> Iterator[Document]:
+    """Yield the wanted of some documents, encoded by their streams. The others' records are passed over here.
+
+    Args:
+        drawn: documents without columns, and their records.
+    """
+    drawn = iter(drawn)
+    while some := list(islice(drawn, RECORDS_AT_A_TIME)):
+        some = [pair for pair in some if wanted(pair[1].number)]
+        of_source = {
+            source: documents_of(stream.encode(records))
+            for source, stream in enumerate(streams)
+            if (records := [record for record, document in some if document.source == source])
+        }
+        for _, document in some:
+            yield document._replace(columns=next(of_source[document.source]))
 
 
 def tokenize_stream(
@@ -116,5 +190,5 @@ def tokenize_stream(
         encoder.start()
     documents = DocumentStream(records, encoder, place)
     if isinstance(encoder, ChatEncoder):  # refuses, before training, a template that leaves something to chance
-        next(documents.tables(most=FIRST_RECORDS))
+        documents.encode(list(islice(documents.records_from(0), FIRST_RECORDS)))
     return documents

@@ -23,9 +23,9 @@ from longctx.data.encoders import (
     Encoder,
     PretokenizedEncoder,
     TextEncoder,
+    notes_of,
     one_chunk,
     say,
-    take_notes,
     warn_of_eos,
 )
 from longctx.data.errors import DataError, no_records
@@ -108,8 +108,10 @@ def tokenize_records(
         vocab_size=vocab_size,
         now=now,
     )
-    tokenized, notes = take_notes(_encode(dataset, encoder, num_proc))
-    say(notes)
+    tokenized = _encode(dataset, encoder, num_proc)
+    say(notes_of(tokenized.data.column(NOTES)))
+    fingerprint, tokenized = tokenized._fingerprint, tokenized.remove_columns([NOTES])
+    tokenized._fingerprint = fingerprint
     _check_targets(tokenized)
     return tokenized
 

@@ -9,7 +9,7 @@ from .dataset import PackedDataset, pack_dataset
 from .overlong import OVERLONG, PackingReport, plan_packing
 from .pairs import PairedDataset, kept_of_sides, lengths_of_pairs, plan_pairs, shared_tokens
 from .plan import STRATEGIES, Packing, Piece, one_per_bin, pack
-from .streaming import PackedStream
+from .streaming import PackedStream, add_counts
 
 __all__ = [
     "OVERLONG",
@@ -20,6 +20,7 @@ __all__ = [
     "PackingReport",
     "PairedDataset",
     "Piece",
+    "add_counts",
     "balanced_order",
     "kept_of_sides",
     "lengths_of_pairs",

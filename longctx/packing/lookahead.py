@@ -31,7 +31,8 @@ class LookAhead(Generic[Item]):
         self.capacity, self.packs = capacity, packs
         self.items: list[Item] = []
         self.sizes = array("q")  # which NumPy copies at once
-        self._waiting = 0
+        self.waiting = 0
+        """Tokens that wait."""
 
     def __len__(self) -> int:
         """Return the number of pieces that wait."""
@@ -40,13 +41,13 @@ class LookAhead(Generic[Item]):
     @property
     def full(self) -> bool:
         """Whether enough tokens wait to take a pack."""
-        return self._waiting >= self.packs * self.capacity
+        return self.waiting >= self.packs * self.capacity
 
     def add(self, size: int, item: Item) -> None:
         """Add a piece of 1 .. capacity tokens behind those that wait."""
         self.sizes.append(size)
         self.items.append(item)
-        self._waiting += size
+        self.waiting += size
 
     def take(self) -> list[Item]:
         """Return the next pack. Call this when `full`, or at the end of the stream while pieces wait."""
@@ -63,7 +64,7 @@ class LookAhead(Generic[Item]):
             pack += [self.items[i] for i in chosen]
             for i in sorted(chosen, reverse=True):
                 del self.items[i], sizes[i]
-        self._waiting -= self.capacity - gap
+        self.waiting -= self.capacity - gap
         return pack
 
 

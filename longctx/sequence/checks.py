@@ -109,6 +109,10 @@ class StepCounts:
             )
         return [sum(of_groups) for of_groups in counts]
 
+    def of_groups(self) -> list[list[int]]:
+        """Return the counts of each sequence group, after `read`."""
+        return self._table[:, :-2].tolist()
+
 
 @functools.lru_cache(maxsize=1)
 def host_group(world: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -29,7 +29,7 @@ from longctx.launch.terminal import INTERRUPTED
 from longctx.packing import PackingReport
 from longctx.sequence.checks import host_group
 from longctx.settings.flags import STEPS_BEFORE_PROFILE
-from longctx.training.data_order import MicroBatch, StepSampler
+from longctx.training.data_order import StepSampler, StreamRead
 from longctx.training.peak_memory import GIB
 
 
@@ -101,7 +101,7 @@ class StreamEntry(TrainerCallback):
         mixture: returns what was read of each data set of a mixture.
     """
 
-    def __init__(self, read: Callable[[], MicroBatch | None], mixture: Callable[[], Sequence[SourceReport]]):
+    def __init__(self, read: Callable[[], StreamRead | None], mixture: Callable[[], Sequence[SourceReport]]):
         self.read, self.mixture = read, mixture
 
     def on_step_end(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice, repeat
+from itertools import islice
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_in
 
 from longctx.collate import SequenceCollator
 from longctx.data import DataError
-from longctx.packing import PackedStream, PackingReport, balanced_order, shuffled_order, spread_step
+from longctx.packing import PackedStream, PackingReport, add_counts, balanced_order, shuffled_order, spread_step
 from longctx.regions import region
 from longctx.ring.planner import TimeOfPlan
 from longctx.sequence.layout import Layout
@@ -166,102 +166,64 @@ def _exit_after(parent: Any, timeout: float | None = None) -> None:
 class MicroBatch(NamedTuple):
     """One rank's micro-batch of a stream."""
 
-    rows: list[dict[str, NDArray[Any]]] | None
-    """[] if only other ranks have rows left; None for the steps that precede the resumed one."""
-    report: PackingReport
-    """Counts of the documents read up to the end of this step, or in the first pass if that has ended."""
-    passes: int
-    """Number of times that the stream was started."""
-    position: dict[str, Any]
-    """Position in the stream after this step, for `StepStream.go_on_from`."""
+    rows: list[dict[str, NDArray[Any]]]
+    """One of each lane that has not ended."""
+    counts: dict[str, int]
+    """Counts of the lanes since the iteration began."""
+    lanes: dict[int, dict[str, Any]]
+    """Where each lane stands after its row, by number."""
 
 
 class StepStream(IterableDataset):
-    """Micro-batches of one data-parallel rank from a stream of rows, for a DataLoader that does not batch.
+    """Micro-batches of one data-parallel rank from a stream, for a DataLoader that does not batch.
 
-    An optimizer step takes the next `micro_batch_size × dp × accumulation_steps` rows of a `PackedStream`, spread as
-    `StepSampler` spreads them in order: its rows do not depend on the layout, and every row is in one micro-batch of
-    one data-parallel rank. A stream that ends is read again from its start, without limit; a pass's last step takes the
-    rows that are left, and its other micro-batches are empty.
+    An optimizer step takes a row of each of the `micro_batch_size × dp × accumulation_steps` lanes of a
+    `PackedStream`, spread as `StepSampler` spreads rows in order: its rows do not depend on the layout. An iteration
+    gives one pass over the data set. Lanes end apart, and the micro-batches of those that have ended are empty, without
+    end: what a rank reads does not tell how long the lanes of others are.
 
-    Every process, and every worker of a DataLoader, reads and tokenises all documents; workers share out the
-    micro-batches. So one worker relieves the training process, and more save no time.
+    Every process reads all records, and tokenises those of its own lanes. Workers of a DataLoader, whose number divides
+    the accumulation, share out the micro-batches.
 
     Args:
         stream: the stream of rows.
-        drop_last: leave out a pass's last step if it is not full.
     """
 
-    def __init__(
-        self,
-        stream: PackedStream,
-        *,
-        micro_batch_size: int,
-        accumulation_steps: int,
-        dp: int,
-        dp_rank: int,
-        drop_last: bool = False,
-    ):
-        self.stream, self.drop_last = stream, drop_last
-        self.micro_batch_size, self.accumulation_steps = micro_batch_size, accumulation_steps
+    def __init__(self, stream: PackedStream, *, micro_batch_size: int, accumulation_steps: int, dp: int, dp_rank: int):
+        self.stream, self.micro_batch_size, self.accumulation_steps = stream, micro_batch_size, accumulation_steps
         self.dp, self.dp_rank = dp, dp_rank
         self.rows_per_step = micro_batch_size * dp * accumulation_steps
-        self._begin: tuple[int, dict[str, Any]] = 0, {"passes": 1, "first_pass": None}
+        self._position: Mapping[str, Any] | None = None
 
-    def __iter__(self) -> Iterator[MicroBatch]:
-        """Iterate without end.
+    def go_on_from(self, position: Mapping[str, Any]) -> None:
+        """Make the next iteration go on from a position of the stream.
 
         Raises:
-            DataError: from the stream, and if a pass has no rows for a step.
+            ValueError: it is of another stream; the iteration, a DataError if it is of other documents.
+        """
+        self.stream.check_position(self.rows_per_step, position)
+        self._position = position
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """Iterate over a pass, and then over empty micro-batches without end.
+
+        Raises:
+            DataError: from the stream.
         """
         worker = get_worker_info()
         mine, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return islice(self._micro_batches(), mine, None, workers)
-
-    def go_on_from(self, num_steps: int, position: dict[str, Any]) -> None:
-        """Make iterations continue after `num_steps`, whose micro-batches have no rows.
-
-        Iterating raises DataError if the stream's documents have changed.
-        """
-        self._begin = num_steps, position
-
-    def _micro_batches(self) -> Iterator[MicroBatch]:
-        num_steps, position = self._begin
-        passes, first_pass = position["passes"], position["first_pass"] and PackingReport(**position["first_pass"])
-        if num_steps:
-            self.stream.go_on_from(position["stream"])
-        else:
-            self.stream.reset_counts()
-        yield from repeat(MicroBatch(None, self.stream.report, passes, position), num_steps * self.accumulation_steps)
-        has_begun = num_steps > 0  # and so had rows
+        assert self.accumulation_steps % workers == 0, (
+            f"{workers} workers share {self.accumulation_steps} micro-batches"
+        )
+        position, self._position = self._position, None
+        starts = range(self.dp_rank * self.micro_batch_size, self.rows_per_step, self.dp * self.micro_batch_size)
+        numbers = [range(start, start + self.micro_batch_size) for start in starts[mine::workers]]
+        lanes = self.stream.lanes(self.rows_per_step, [lane for some in numbers for lane in some], position)
         while True:
-            rows = iter(self.stream)
-            while step := self._next_step(rows):
-                has_begun = True
-                report = first_pass or self.stream.report
-                position = {
-                    "passes": passes,
-                    "first_pass": first_pass and asdict(first_pass),
-                    "stream": self.stream.position(),
-                }
-                yield from (MicroBatch(mine, report, passes, position) for mine in step)
-            if not has_begun:
-                raise DataError(
-                    f"the stream has no sequence for a step of {self.rows_per_step}: {self.stream.report}. "
-                    "Look at --overlong and --dataloader_drop_last."
-                )
-            passes, first_pass, has_begun = passes + 1, first_pass or self.stream.report, False
-
-    def _next_step(self, rows: Iterator[dict[str, NDArray[Any]]]) -> list[list[dict[str, NDArray[Any]]]] | None:
-        """Return this rank's rows of each micro-batch; None after the last step. Other ranks' rows are not kept."""
-        mine: list[list[dict[str, NDArray[Any]]]] = [[] for _ in range(self.accumulation_steps)]
-        num_rows = 0
-        for place, row in enumerate(islice(rows, self.rows_per_step)):
-            micro_batch, place = divmod(place, self.micro_batch_size * self.dp)
-            if place // self.micro_batch_size == self.dp_rank:
-                mine[micro_batch].append(row)
-            num_rows += 1
-        return None if num_rows < (self.rows_per_step if self.drop_last else 1) else mine
+            for some in numbers:
+                rows = [row for lane in some if (row := lanes[lane].take()) is not None]
+                counts = add_counts(lanes[lane].counts for lane in some)
+                yield MicroBatch(rows, counts, {lane: lanes[lane].position() for lane in some})
 
 
 @dataclass(frozen=True)
@@ -300,7 +262,112 @@ class StreamCollator:
 
     collator: ShardCollator
 
-    def __call__(self, micro_batch: MicroBatch) -> Shard | None:
-        if micro_batch.rows is None:  # which the Trainer skips
-            return None
+    def __call__(self, micro_batch: MicroBatch) -> Shard:
         return replace(self.collator(micro_batch.rows), stream_read=micro_batch._replace(rows=[]))
+
+
+class StreamRead(NamedTuple):
+    """What all ranks have read of a stream up to the end of a step."""
+
+    report: PackingReport
+    """Counts of the first pass."""
+    passes: int
+    """Number of times that the stream was started."""
+    counts: dict[str, int]
+    """Counts of all passes."""
+    lanes: dict[int, dict[str, Any]]
+    """Where this rank's lanes stand."""
+
+
+class StreamLoader(DataLoader):
+    """A DataLoader of a stream, which is read again from its start whenever all lanes of all ranks have ended.
+
+    Only the ranks together know when that is, so the trainer asks for steps, and tells what they have come to: `step`,
+    `counts` and `take` in turn.
+
+    Args:
+        drop_last: leave out the steps of a pass that are not full.
+        num_workers: as many processes at most as have micro-batches of their own.
+    """
+
+    dataset: StepStream
+
+    def __init__(
+        self, steps: StepStream, collator: ShardCollator, *, drop_last: bool, num_workers: int, **options: Any
+    ):
+        accumulation = steps.accumulation_steps
+        workers = max((n for n in range(1, num_workers + 1) if accumulation % n == 0), default=0)
+        options |= {"num_workers": workers, "persistent_workers": workers > 0}
+        collate: Any = StreamCollator(collator)  # takes one micro-batch, not a list
+        super().__init__(steps, batch_size=None, collate_fn=collate, **options)
+        self._fewest_rows = steps.rows_per_step if drop_last else 1
+        self.names = steps.stream.count_names
+        self._shards: Iterator[Shard] | None = None
+        self.first_pass: PackingReport | None = None
+        """Counts of the first pass, once it has ended."""
+        self._passes = 1
+        self._before = dict.fromkeys(self.names, 0)
+        """Counts up to this pass, or to the position in it from which the run was resumed."""
+        self._rows: int | None = None
+        """Rows of this pass, or since that position; None before the pass's first step."""
+
+    def __iter__(self) -> Any:
+        """Return an iterator of nothing: the Trainer makes one, and the steps come from `step`."""
+        return iter(())
+
+    def step(self) -> list[Shard]:
+        """Return this rank's micro-batches of the next step."""
+        if self._shards is None:
+            self._shards = super().__iter__()
+        return list(islice(self._shards, self.dataset.accumulation_steps))
+
+    def counts(self, shards: Sequence[Shard]) -> tuple[int, ...]:
+        """Return what a rank tells the others of a step of its own, or of none: its counts since the pass began."""
+        return (
+            tuple(add_counts(shard.stream_read.counts for shard in shards).values())
+            if shards
+            else (0,) * len(self.names)
+        )
+
+    def take(self, shards: Sequence[Shard], counts: Sequence[Sequence[int]]) -> StreamRead | None:
+        """Return what has been read up to the end of a step; None if the pass had no such step, and another one begins.
+
+        Args:
+            shards: this rank's micro-batches of it.
+            counts: the `counts` of each rank.
+
+        Raises:
+            DataError: if a pass has no step.
+        """
+        since = add_counts(dict(zip(self.names, rank, strict=True)) for rank in counts)
+        if self._passes > 1:  # whose documents the first pass has had
+            since |= {name: 0 for name in since if name.endswith("distinct")}
+        read, stream = add_counts([self._before, since]), self.dataset.stream
+        if since["packs"] - (self._rows or 0) >= self._fewest_rows:
+            self._rows = since["packs"]
+            lanes = {lane: where for shard in shards for lane, where in shard.stream_read.lanes.items()}
+            return StreamRead(self.first_pass or stream.report_of(read), self._passes, read, lanes)
+        if self._rows is None:
+            raise DataError(
+                f"the stream has no sequence for a step of {self.dataset.rows_per_step}: {stream.report_of(read)}. "
+                "Look at --overlong and --dataloader_drop_last."
+            )
+        self.first_pass = self.first_pass or stream.report_of(read)
+        self._passes, self._before, self._rows, self._shards = self._passes + 1, read, None, None
+        return None
+
+    def position_of(self, read: StreamRead, lanes: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the position for `go_on_from` from where all lanes stand, as values of JSON."""
+        position = self.dataset.stream.position_of([lanes[lane] for lane in sorted(lanes)], read.counts)
+        first_pass = self.first_pass and asdict(self.first_pass)
+        return {**position, "passes": read.passes, "first_pass": first_pass}
+
+    def go_on_from(self, position: Mapping[str, Any]) -> None:
+        """Make the next step the one after a position. `step` raises DataError if the stream's documents have changed.
+
+        Raises:
+            ValueError: it is of another stream.
+        """
+        self.dataset.go_on_from(position)
+        self._passes, self._before, self._rows = position["passes"], dict(position["counts"]), 0
+        self.first_pass = position["first_pass"] and PackingReport(**position["first_pass"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from itertools import islice
 from typing import Any
 
 import torch
@@ -67,7 +66,9 @@ def steps_of_run(args: SFTConfig, rows: PackedDataset | PackedStream, dp: int) -
 def _count(rows: PackedDataset | PackedStream, *, at_most: int) -> int:
     if isinstance(rows, PackedDataset):
         return len(rows)
-    return sum(1 for _ in islice(rows, at_most))
+    options: Any = {"overlong": rows.overlong, "strategy": rows.strategy, "columns": rows.columns}
+    lanes = PackedStream(rows.source, rows.capacity, look_ahead=1, **options).lanes(at_most, range(at_most))
+    return sum(lane.take() is not None for lane in lanes.values())
 
 
 def check_learning_rates(args: SFTConfig, num_steps: int) -> None:

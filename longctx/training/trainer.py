@@ -34,13 +34,14 @@ from transformers.trainer_utils import TrainOutput
 from trl import SFTConfig
 
 from longctx.collate import SequenceCollator
-from longctx.data import MixedStream, SourceReport
+from longctx.data import DataError, MixedStream, SourceReport
 from longctx.layers.loss import TokenOutputs
 from longctx.model.load import count_parameters, count_trained_parameters
 from longctx.model.quantized import pieces_placed
 from longctx.model.rows import rows_read
 from longctx.packing import PackedDataset, PackedStream, PackingReport
 from longctx.parallel import SequenceParallel
+from longctx.ranks.agreement import gather_on_first
 from longctx.regions import clock, region
 from longctx.sequence.batch import ShardedBatch
 from longctx.sequence.checks import StepCounts
@@ -54,7 +55,7 @@ from longctx.training.callbacks import (
     StopOnSignal,
     StreamEntry,
 )
-from longctx.training.data_order import MicroBatch, ShardCollator, StepSampler, StepStream, StreamCollator
+from longctx.training.data_order import ShardCollator, StepSampler, StepStream, StreamLoader, StreamRead
 from longctx.training.engines import saved_buffers_handed_on
 from longctx.training.evaluation import EvaluatingMixin
 from longctx.training.metrics import StepMetrics
@@ -141,8 +142,9 @@ class SequenceMixin(EvaluatingMixin):
         """Has the model's `parameters`, listed once, so that clipping does not search all modules in every step."""
         self.has_seen_labels = False
         """Whether any step so far, including those before resuming, had a token with a label. All ranks agree on it."""
-        self.stream_read: MicroBatch | None = None
-        """The last micro-batch of a stream, with the position after its step as plain values that all ranks share."""
+        self.stream_read: StreamRead | None = None
+        """What has been read of a stream up to the end of the current step."""
+        self._stream: StreamLoader | None = None
         super().__init__(
             model=model,
             args=args,
@@ -196,7 +198,16 @@ class SequenceMixin(EvaluatingMixin):
         if self.stream_read is None or not isinstance(self.train_dataset, PackedStream):
             return ()
         source = self.train_dataset.source
-        return source.reports(self.stream_read.position["stream"]["source"]) if isinstance(source, MixedStream) else ()
+        return source.reports(self.stream_read.counts) if isinstance(source, MixedStream) else ()
+
+    def stream_position(self) -> dict[str, Any] | None:
+        """Return the position in the stream after the current step on rank 0, else None. Called by all ranks."""
+        if self._stream is None or self.stream_read is None:
+            return None
+        is_first = self.sequence.dims.sp_rank(self.sequence.rank) == 0
+        ranks = gather_on_first(self.stream_read.lanes if is_first else {})
+        lanes = {lane: where for of_rank in ranks for lane, where in of_rank.items()}
+        return self._stream.position_of(self.stream_read, lanes) if lanes else None
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         with self._wrapping():
@@ -268,22 +279,21 @@ class SequenceMixin(EvaluatingMixin):
             accumulation_steps=self.args.gradient_accumulation_steps,
             dp=self.sequence.dims.dp,
             dp_rank=dp_rank,
-            drop_last=self.args.dataloader_drop_last,
         )
 
     def micro_batches(self, dp_rank: int) -> Iterator[list[dict[str, NDArray[Any]]]]:
         """Return the rows of each micro-batch that data-parallel rank `dp_rank` reads; [] if only others have some."""
         if isinstance(self.train_dataset, PackedStream):
-            return (micro_batch.rows or [] for micro_batch in self.step_stream(dp_rank))
+            return (micro_batch.rows for micro_batch in self.step_stream(dp_rank))
         return map(self.train_dataset.__getitems__, self.step_sampler(dp_rank))
 
     def get_train_dataloader(self) -> DataLoader:
         dp_rank = self.sequence.dims.dp_rank(self.sequence.rank)
-        kept = {"persistent_workers": self.args.dataloader_persistent_workers}
         if isinstance(self.train_dataset, PackedStream):
-            collator: Any = StreamCollator(self.data_collator)  # takes one micro-batch, not a list
-            options = self._worker_options() | kept
-            return DataLoader(self.step_stream(dp_rank), batch_size=None, collate_fn=collator, **options)
+            options = self._worker_options() | {"drop_last": self.args.dataloader_drop_last}
+            self._stream = StreamLoader(self.step_stream(dp_rank), self.data_collator, **options)
+            return self._stream
+        kept = {"persistent_workers": self.args.dataloader_persistent_workers}
         return self.loader_of(self.train_dataset, self.step_sampler(dp_rank), **kept)
 
     def get_total_train_batch_size(self, args: SFTConfig) -> int:
@@ -297,7 +307,20 @@ class SequenceMixin(EvaluatingMixin):
         step, so that this one is trained and saved.
         """
         shards, message = self._coming or self._read_step(epoch_iterator)
-        counts = self.objective.denominators(message.read())
+        sums = message.read()
+        if self._stream is not None:
+            names = len(self._stream.names)
+            while (read := self._stream.take(shards, [of[:names] for of in message.of_groups()])) is None:
+                if not self.has_seen_labels:
+                    raise DataError(
+                        f"the stream had no token with a label in {self.state.global_step} steps, the whole data set: "
+                        f"{self._stream.first_pass}. Nothing was trained, and no model is saved. Check the labels, or "
+                        "use a longer --max_length or --overlong split."
+                    )
+                shards, message = self._read_step(epoch_iterator)
+                sums = message.read()
+            self.stream_read, sums = read, sums[names:]
+        counts = self.objective.denominators(sums)
         self._coming = None
         if self.state.global_step + 1 < self.state.max_steps:
             coming = self._read_step(epoch_iterator)
@@ -315,11 +338,15 @@ class SequenceMixin(EvaluatingMixin):
         error: Exception | None = None
         try:
             with region("data", "data"):
-                shards = list(islice(epoch_iterator, self.args.gradient_accumulation_steps))
+                if self._stream is not None:
+                    shards = self._stream.step()
+                else:
+                    shards = list(islice(epoch_iterator, self.args.gradient_accumulation_steps))
         except Exception as wrong:  # the other ranks expect a message all the same
             error = wrong
         layouts = [shard.layout for shard in shards]
-        return shards, self.sequence.begin_step(layouts, *self.objective.counts(shards), error=error)
+        of_stream = () if self._stream is None else self._stream.counts(shards)
+        return shards, self.sequence.begin_step(layouts, *of_stream, *self.objective.counts(shards), error=error)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return inputs  # cut on the CPU first; only this rank's part goes to the device
@@ -335,7 +362,6 @@ class SequenceMixin(EvaluatingMixin):
         return torch.where(loss.isfinite(), loss, mean_running_loss(self)) if self._leaves_out_nonfinite else loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        self.stream_read = inputs.stream_read
         if self._uncounted:
             self.sequence.count_experts(model, self._uncounted)
             self._uncounted = []

@@ -128,13 +128,13 @@ def test_packed_data_sets_are_kept_under_everything_they_depend_on():
         assert pack_dataset(**given | {name: other})._fingerprint != key, name
 
 
-STREAMED = {"capacity": 16, "overlong": "drop", "strategy": "none", "look_ahead": 2}
+STREAMED = {"capacity": 16, "overlong": "drop", "strategy": "none", "look_ahead": 2, "columns": ["input_ids"]}
 
 
 def test_a_stream_s_state_has_every_setting_that_its_rows_depend_on():
-    """The source is the user's, and the columns are in the position."""
-    names = set(inspect.signature(PackedStream).parameters) - {"source", "columns"}
-    assert names == {"capacity", "overlong", "strategy", "look_ahead"}
+    """Its columns as well; the source is the user's."""
+    names = set(inspect.signature(PackedStream).parameters) - {"source"}
+    assert names == {"capacity", "overlong", "strategy", "look_ahead", "columns"}
     position = PackedStream([], 8).position()
     for name, value in STREAMED.items():
         other = PackedStream([], **{"capacity": 8, name: value})

@@ -30,13 +30,12 @@ from longctx.data import (
     tokenize_stream,
 )
 from longctx.model.tiny import tiny_tokenizer
-from longctx.packing import PackedDataset, PackedStream, plan_packing
+from longctx.packing import PackedDataset, PackedStream, add_counts, plan_packing
 from longctx.run.preparation import prepare_data
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.train import main
-from longctx.training.data_order import StepStream
 from longctx.training.dataset import TrainingData
 from tests.training.test_resume import run_all, values, weights
 from tests.training.test_training import COMMON, make_documents, relative
@@ -102,20 +101,23 @@ def test_documents_come_as_datasets_interleaves_them(strategy, seed, files, toke
     assert as_lists(documents) == expected
     stream = MixedStream(streams, mixture)
     assert as_lists(stream) == expected
-    end = stream.position()
-    assert end["documents"] == [source.documents for source in report]
-    assert end["tokens"] == [source.tokens for source in report]
-    for source, streamed in zip(report, stream.reports(end), strict=True):
+    lanes = PackedStream(stream, 128).lanes(3, [0, 1, 2])
+    for lane in lanes.values():
+        while lane.take() is not None:
+            pass
+    counts = add_counts(lane.counts for lane in lanes.values())
+    for source, streamed in zip(report, stream.reports(counts), strict=True):
+        assert (streamed.documents, streamed.tokens) == (source.documents, source.tokens)
+        assert streamed.documents_repeated == source.documents_repeated
         if streamed.documents_there is not None:
             assert streamed == source
+    lengths = [counts[f"{source} there"] for source in range(len(files))]
     for first in (1, len(expected) // 3, len(expected) - 1):
-        begun = MixedStream(streams, mixture)
-        read = iter(begun)
-        list(islice(read, first))
-        again = MixedStream(streams, mixture)
-        again.go_on_from(json.loads(json.dumps(begun.position())), first)
-        assert as_lists(again.starting_at(max(first - 5, 0))) == expected[max(first - 5, 0) :]
-        assert again.position() == end
+        again = stream.documents_from(first, lambda number: number % 3 == 1, lengths)
+        numbers = [number for number in range(first, len(expected)) if number % 3 == 1]
+        found = [*again]
+        assert [document.number for document in found] == numbers
+        assert as_lists(document.columns for document in found) == [expected[number] for number in numbers]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -200,20 +202,7 @@ def test_a_packed_mixture_goes_on_from_a_position(files, tokenizer):
             : len(rest)
         ]
         assert len(rest) == once - stop % once
-        if stop > once:
-            assert after.source.position() == whole.source.position()
-
-
-def test_only_what_training_reads_of_a_mixture_is_counted(files, tokenizer):
-    """Before training, the trainer reads the first document, and --dataloader_drop_last counts rows."""
-    mixture = mixture_of(files, weights=SHARES)
-    stream = MixedStream([tokenize_stream(stream_records(f), tokenizer) for f in files], mixture)
-    steps = StepStream(PackedStream(stream, 128), micro_batch_size=2, accumulation_steps=1, dp=1, dp_rank=0)
-    expected = next(iter(steps)).position
-    assert [source.documents_repeated for source in stream.reports(expected["stream"]["source"])] == [0] * 3
-    for read in (stream, steps.stream):
-        list(islice(read, 5))
-    assert next(iter(steps)).position == expected
+        assert after.report == whole.report
 
 
 # ------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,6 +23,7 @@ from longctx.packing import (
     PackedStream,
     Packing,
     PairedDataset,
+    add_counts,
     balanced_order,
     kept_of_sides,
     lower_bound,
@@ -36,7 +37,7 @@ from longctx.run.preparation import prepare_data
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
-from longctx.training.data_order import StepLoader, StepSampler, StepStream
+from longctx.training.data_order import MicroBatch, StepLoader, StepSampler, StepStream
 from tests.golden.data_sets import own_folder, write_lines
 from tests.golden.digests import digest
 
@@ -289,15 +290,7 @@ def _rows_and_positions(source: Any, capacity: int, *, full: bool, **options: An
         goes_on[read] = rows_of(again) == rows_of(rows[read:])
     yield "the rest from a position is the same", all(goes_on.values())
     shown = {read: digest(json.dumps(position)) for read, position in positions.items()}
-    yield "positions", shown | {places[0]: _short(positions[places[0]])}
-
-
-def _short(position: dict[str, Any]) -> dict[str, Any]:
-    """A position, with digests of its lists."""
-    return {
-        key: digest(value) if isinstance(value, list) and key in ("waiting", "ready") else value
-        for key, value in position.items()
-    }
+    yield "positions", shown | {places[0]: positions[places[0]]}
 
 
 def _streams(quick: bool) -> Value:
@@ -312,30 +305,35 @@ def _streams(quick: bool) -> Value:
             yield f"stream of {kind} documents, look-ahead {look_ahead}, {strategy}, {overlong}: {name}", value
         for size, dp, accumulation in ((1, 1, 4), (1, 2, 2), (2, 3, 1)):
             layout = {"micro_batch_size": size, "dp": dp, "accumulation_steps": accumulation}
-            found = [_steps(source, options, rank, quick, **layout) for rank in range(dp)]
             name = f"{size} a micro-batch, dp {dp}, accumulation {accumulation}"
+            found = _steps(PackedStream(source, 64, **options), quick, **layout)
             yield f"steps of a stream of {kind} documents, {strategy}, {overlong}, {name}", found
 
 
-def _steps(source: Any, options: dict[str, Any], rank: int, quick: bool, **layout: Any) -> list[Any]:
-    """Return digests of the documents in a rank's micro-batches, over more than two passes, and of where it stands."""
+def _steps(stream: PackedStream, quick: bool, *, dp: int, **layout: Any) -> list[Any]:
+    """Return digests of the documents in each rank's micro-batches of a pass, and of where the lanes stand."""
+    number, size = 40, layout["micro_batch_size"] * dp * layout["accumulation_steps"]
 
-    def steps() -> StepStream:
-        return StepStream(PackedStream(source, 64, **options), dp_rank=rank, **layout)
+    def steps(position: dict[str, Any] | None) -> list[list[MicroBatch]]:
+        ranks = [StepStream(stream, dp=dp, dp_rank=rank, **layout) for rank in range(dp)]
+        for rank in ranks if position else ():
+            rank.go_on_from(position)
+        read = [iter(rank) for rank in ranks]
+        return [[next(rank) for _ in range(layout["accumulation_steps"]) for rank in read] for _ in range(number)]
 
-    number = 60
-    micro_batches = [*islice(steps(), number)]
-    reads = [[row["input_ids"].tolist() for row in batch.rows or ()] for batch in micro_batches]
-    accumulation, same = layout["accumulation_steps"], True
-    for stop in (3,) if quick else (1, 3, number // accumulation - 2):
-        again = steps()
-        again.go_on_from(stop, json.loads(json.dumps(micro_batches[stop * accumulation - 1].position)))
-        rest = [batch.rows for batch in islice(again, number)]
-        resumed = [None if rows is None else [row["input_ids"].tolist() for row in rows] for rows in rest]
-        same &= resumed == [None] * stop * accumulation + reads[stop * accumulation :]
-    told = [[batch.passes, report_of(batch.report), batch.position] for batch in micro_batches]
-    resumes = "resumed" if same else "cannot be resumed"
-    return [digest(json.dumps(reads)), digest(json.dumps(told, default=str)), resumes]
+    def reads(steps: list[list[MicroBatch]]) -> list[Any]:
+        return [[[row["input_ids"].tolist() for row in batch.rows] for batch in step] for step in steps]
+
+    whole = steps(None)
+    lanes = [{lane: where for batch in step for lane, where in batch.lanes.items()} for step in whole]
+    same = True
+    for stop in (3,) if quick else (0, 3, number // 2):
+        position = stream.position_of([lanes[stop][lane] for lane in range(size)], {})
+        rest = steps(json.loads(json.dumps(position)))
+        same &= reads(rest)[: number - stop - 1] == reads(whole)[stop + 1 :]
+    counts = [add_counts(batch.counts for batch in step) for step in whole]
+    told = [digest(json.dumps(counts)), digest(json.dumps(lanes))]
+    return [digest(json.dumps(reads(whole))), *told, "resumed" if same else "cannot be resumed"]
 
 
 # --------------------------------------------------------------------------------------------------

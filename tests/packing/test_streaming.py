@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import dataclass
 
 import datasets
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from longctx.collate import SequenceCollator
 from longctx.data import DataError
+from longctx.data.columns import Document
 from longctx.packing import PackedDataset, PackedStream, pack
 from longctx.packing.lookahead import LookAhead
-from longctx.training.data_order import StepSampler, StepStream
+from longctx.training.data_order import StepStream, StreamLoader
 
 STREAMS = st.tuples(
     st.lists(st.integers(0, 70), max_size=60),  # lengths
@@ -155,67 +156,123 @@ def test_tokens_that_wait_are_in_no_pack_yet():
 LAYOUTS = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))  # micro-batch size, dp, accumulation
 
 
-def step_stream(stream, layout, rank, **options):
+def step_stream(stream, layout, rank):
     micro_batch_size, dp, accumulation = layout
-    options |= {"micro_batch_size": micro_batch_size, "accumulation_steps": accumulation}
+    options = {"micro_batch_size": micro_batch_size, "accumulation_steps": accumulation}
     return StepStream(stream, dp=dp, dp_rank=rank, **options)
+
+
+@dataclass
+class Collated:
+    """What the trainer's collator makes a Shard of."""
+
+    rows: list
+    stream_read: object = None
+
+
+class Run:
+    """The ranks of a run in this process: what each reads of every step, and their counts, which go to all of them."""
+
+    def __init__(self, make, layout, position=None, *, drop_last=False, workers=0):
+        options = {"drop_last": drop_last, "num_workers": workers}
+        ranks = [step_stream(make(), layout, rank) for rank in range(layout[1])]
+        self.loaders = [StreamLoader(steps, Collated, **options) for steps in ranks]
+        for loader in self.loaders if position else ():
+            loader.go_on_from(position)
+
+    def step(self):
+        """Return the token ids of the step's rows by lane, the passes, the report and the position."""
+        for _ in range(2):
+            shards = [loader.step() for loader in self.loaders]
+            counts = [loader.counts(of_rank) for loader, of_rank in zip(self.loaders, shards, strict=True)]
+            reads = [loader.take(of_rank, counts) for loader, of_rank in zip(self.loaders, shards, strict=True)]
+            if None not in reads:
+                break
+            assert reads == [None] * len(reads)  # the ranks agree on the end of a pass
+        rows = [row for micro_batches in zip(*shards, strict=True) for shard in micro_batches for row in shard.rows]
+        assert len({read[:3] for read in [(read.report, read.passes, str(read.counts)) for read in reads]}) == 1
+        lanes = {lane: where for read in reads for lane, where in read.lanes.items()}
+        position = json.loads(json.dumps(self.loaders[0].position_of(reads[0], lanes)))
+        return ids_of(rows), reads[0].passes, reads[0].report, position
+
+    def steps(self, number):
+        return [self.step() for _ in range(number)]
+
+
+def lanes_of(lengths, size, **options):
+    """The token ids of the rows of each lane, each by itself."""
+    documents = make_documents(lengths)
+    return [ids_of(PackedStream(documents[lane::size], **options)) for lane in range(size)]
 
 
 @settings(max_examples=100, deadline=None)
 @given(STREAMS, LAYOUTS, st.booleans())
-def test_steps_take_the_rows_in_order_whatever_the_layout(stream, layout, drop_last):
-    """Against StepSampler, and the first step of the second pass: every row once a pass, on one rank."""
+def test_a_step_has_a_row_of_every_lane_whatever_the_layout(stream, layout, drop_last):
+    """Each lane by itself, over more than two passes: every row once a pass, and the counts of the first pass."""
     lengths, capacity, look_ahead = stream
-    micro_batch_size, dp, accumulation = layout
-    rows = PackedStream(make_documents(lengths), capacity, overlong="split", look_ahead=look_ahead)
-    all_rows = ids_of(rows)
-    size = micro_batch_size * dp * accumulation
-    num_steps = len(all_rows) // size if drop_last else -(-len(all_rows) // size)
-    for rank in range(dp):
-        read = step_stream(rows, layout, rank, drop_last=drop_last)
-        if num_steps == 0:
-            with pytest.raises(DataError, match=f"no sequence for a step of {size}"):
-                next(iter(read))
-            continue
-        micro_batches = list(itertools.islice(read, (num_steps + 1) * accumulation))
-        found = [ids_of(micro_batch.rows) for micro_batch in micro_batches]
-        options = {"dp": dp, "dp_rank": rank, "drop_last": drop_last, "seed": None}
-        sampler = StepSampler(
-            len(all_rows), micro_batch_size=micro_batch_size, accumulation_steps=accumulation, **options
-        )
-        expected = [[all_rows[row] for row in numbers] for numbers in sampler]
-        expected += [[]] * (num_steps * accumulation - len(expected))
-        assert found == expected + expected[:accumulation]
-        assert [micro_batch.passes for micro_batch in micro_batches[-accumulation - 1 :]] == [1] + [2] * accumulation
-        assert micro_batches[-1].report.documents == len(lengths)
+    size, options = int(np.prod(layout)), {"capacity": capacity, "overlong": "split", "look_ahead": look_ahead}
+    lanes = lanes_of(lengths, size, **options)
+    steps = [[row for row in rows if row is not None] for rows in itertools.zip_longest(*lanes)]
+    if drop_last:
+        steps = [rows for rows in steps if len(rows) == size]
+    run = Run(lambda: PackedStream(make_documents(lengths), **options), layout, drop_last=drop_last)
+    if not steps:
+        with pytest.raises(DataError, match=f"no sequence for a step of {size}"):
+            run.step()
+        return
+    found = run.steps(2 * len(steps) + 1)
+    assert [rows for rows, *_ in found] == (3 * steps)[: len(found)]
+    assert [passes for _, passes, *_ in found] == [1] * len(steps) + [2] * len(steps) + [3]
+    if drop_last:
+        return
+    report = found[-1][2]
+    long = [length for length in lengths if length > capacity]
+    assert (report.documents, report.tokens) == (len(lengths), sum(lengths))
+    assert (report.too_long_documents, report.longest_document) == (len(long), max(lengths))
+    assert (report.packs, report.tokens_kept) == (sum(map(len, lanes)), sum(lengths))
+    assert report.tokens_waiting == 0
 
 
-@settings(max_examples=100, deadline=None)
-@given(STREAMS, LAYOUTS, st.integers(1, 8), st.sampled_from(["stream", "none"]))
-def test_steps_go_on_from_a_position_in_any_layout(stream, layout, num_steps, strategy):
-    """In the middle of any pass, with the documents that wait read again and JSON in between."""
+@settings(max_examples=60, deadline=None)
+@given(STREAMS, LAYOUTS, st.integers(0, 7), st.integers(0, 7), st.sampled_from(["stream", "none"]), st.booleans())
+def test_steps_go_on_from_a_position_in_any_layout(stream, layout, first, more, strategy, drop_last):
+    """Twice, in any pass, with the documents that wait read again and JSON in between."""
     lengths, capacity, look_ahead = stream
     size, dp, accumulation = layout
 
     def make():
-        return PackedStream(
-            make_documents(lengths), capacity, overlong="split", look_ahead=look_ahead, strategy=strategy
-        )
+        options = {"overlong": "split", "look_ahead": look_ahead, "strategy": strategy}
+        return PackedStream(make_documents(lengths), capacity, **options)
 
-    if not sum(lengths):
+    lanes = lanes_of(lengths, int(np.prod(layout)), capacity=capacity, overlong="split", strategy=strategy)
+    if not all(lanes) if drop_last else not any(lanes):
         return
-    read = step_stream(make(), layout, 0)
-    before = list(itertools.islice(read, (num_steps + 4) * accumulation))
-    position = json.loads(json.dumps(before[num_steps * accumulation - 1].position))
-    for other, rank in [(layout, 0), ((size, 1, accumulation * dp), 0)]:
-        again = step_stream(make(), other, rank)
-        again.go_on_from(num_steps, position)
-        after = list(itertools.islice(again, (num_steps + 4) * other[2]))
-        assert all(micro_batch.rows is None for micro_batch in after[: num_steps * other[2]])
-        expected = before if other == layout else itertools.islice(step_stream(make(), other, 0), len(after))
-        for one, two in list(zip(expected, after, strict=True))[num_steps * other[2] :]:
-            assert ids_of(one.rows) == ids_of(two.rows)
-            assert (one.report, one.passes, one.position) == (two.report, two.passes, two.position)
+    before = Run(make, layout, drop_last=drop_last).steps(first + more + 4)
+    for other in ((size, 1, accumulation * dp), (1, dp * size, accumulation), (1, 1, int(np.prod(layout)))):
+        once = Run(make, other, before[first][-1], drop_last=drop_last).steps(more + 1)
+        assert once == before[first + 1 : first + more + 2]
+        twice = Run(make, layout, once[-1][-1], drop_last=drop_last).steps(2)
+        assert twice == before[first + more + 2 :]
+
+
+def test_a_rank_tokenises_its_own_lanes_alone():
+    """And a worker those of its micro-batches."""
+    documents, read = make_documents([5] * 64), []
+
+    class Source:
+        def documents_from(self, first, wanted, lengths):
+            for number in filter(wanted, range(first, len(documents))):
+                read.append(number)
+                yield Document(number, documents[number])
+
+    for rank in range(4):
+        read.clear()
+        steps = step_stream(PackedStream(Source(), 10), (1, 4, 2), rank)
+        list(itertools.islice(steps, 12))
+        assert sorted(read) == [number for number in range(64) if number % 4 == rank]
+    read.clear()
+    PackedStream(Source(), 10).lanes(8, [3])[3].take()
+    assert {number % 8 for number in read} == {3}
 
 
 def test_a_position_in_other_documents_is_refused():
@@ -224,7 +281,7 @@ def test_a_position_in_other_documents_is_refused():
     rows = iter(stream)
     list(itertools.islice(rows, 5))
     position = stream.position()
-    lengths[position["read"] - 1] -= 1
+    lengths[position["lanes"][0]["read"] - 1] -= 1
     changed = PackedStream(make_documents(lengths), 40, look_ahead=2)
     changed.go_on_from(position)
     with pytest.raises(DataError, match="other documents than when it was read before"):
@@ -233,15 +290,21 @@ def test_a_position_in_other_documents_is_refused():
         PackedStream(make_documents(lengths), 48, look_ahead=2).go_on_from(position)
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_workers_change_no_micro_batch(num_workers):
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_workers_change_no_step(workers):
+    """Of 4 micro-batches, which 3 workers could not share out, over the end of a pass and from a position."""
     documents = make_documents(np.random.default_rng(0).integers(0, 70, 60).tolist())
-    for rank in range(2):
-        steps = step_stream(PackedStream(documents, 40, overlong="split"), (2, 2, 3), rank)
-        loader = DataLoader(steps, batch_size=None, num_workers=num_workers, collate_fn=_same)
-        for found, expected in itertools.islice(zip(loader, steps, strict=False), 40):
-            assert ids_of(found.rows) == ids_of(expected.rows)
-            assert found[1:] == expected[1:]
+
+    def make():
+        return PackedStream(documents, 40, overlong="split")
+
+    expected = Run(make, (1, 2, 4)).steps(16)
+    assert expected[-1][1] > 1
+    run = Run(make, (1, 2, 4), workers=workers)
+    assert [loader.num_workers for loader in run.loaders] == [workers] * 2
+    assert run.steps(16) == expected
+    assert Run(make, (1, 2, 4), expected[2][-1], workers=workers).steps(13) == expected[3:]
+    assert Run(make, (1, 2, 4), workers=3).loaders[0].num_workers == 2
 
 
 def test_rows_collate_like_rows_of_a_packed_data_set():
@@ -259,11 +322,11 @@ def test_rows_collate_like_rows_of_a_packed_data_set():
 @pytest.mark.parametrize("capacity", [4096, 32768])
 @pytest.mark.parametrize("long", [0.0, 0.1])
 def test_rows_are_full_and_no_document_waits_long(capacity, long):
-    """The targets: 16 packs of look-ahead fill 99.8% of the room, and no document comes 1,000 places late."""
+    """The targets: 8 packs of look-ahead fill 99.8% of the room, and no document comes 1,000 places late."""
     rng, n = np.random.default_rng(0), 10_000
     lengths = np.clip(rng.lognormal(np.log(600) - 1.125, 1.5, n), 8, 65536)
     lengths = np.where(rng.random(n) < long, np.exp(rng.uniform(np.log(4096), np.log(131072), n)), lengths).astype(int)
-    queue: LookAhead[int] = LookAhead(capacity, 16)
+    queue: LookAhead[int] = LookAhead(capacity, 8)
     packs, fills = [], []
     for number, length in enumerate((lengths % capacity).tolist()):
         if length:

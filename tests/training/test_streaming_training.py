@@ -10,7 +10,8 @@ import os
 import re
 import subprocess
 import sys
-from itertools import islice
+from dataclasses import replace
+from itertools import islice, zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,12 @@ import pytest
 
 from longctx.packing import PackedStream
 from longctx.train import main
+from longctx.training.checkpoint.files import read_manifest, write_manifest
 from tests.reference import train_reference
 from tests.training.test_training import LEARNING_RATE, STEPS, make_documents, relative, write_jsonl
 from tests.workers import run_ranks
 
-LENGTHS = [*np.random.default_rng(5).integers(2, 90, 34).tolist(), 300]
+LENGTHS = [*np.random.default_rng(5).integers(2, 90, 26).tolist(), 300]
 """The last is longer than a row."""
 MAX_LENGTH = 128
 ROWS_A_STEP = 4
@@ -61,16 +63,19 @@ def documents_of(row):
 
 
 def steps_of(documents, packing):
-    """The documents of each step: rows in order, the last step of a pass with what is left, then from the start."""
+    """The documents of each step: a row of each lane, as far as there are some, then from the start."""
     source = [{"input_ids": ids, "labels": labels} for ids, labels in documents]
-    if packing == "single":
-        rows = [[document] for document in documents if len(document[0]) <= MAX_LENGTH]
-    else:
-        rows = [documents_of(row) for row in PackedStream(source, MAX_LENGTH, overlong="split")]
-    steps = [rows[start : start + ROWS_A_STEP] for start in range(0, len(rows), ROWS_A_STEP)]
+    lanes = []
+    for lane in range(ROWS_A_STEP):
+        if packing == "single":
+            lanes.append([[document] for document in documents[lane::ROWS_A_STEP] if len(document[0]) <= MAX_LENGTH])
+        else:
+            own = PackedStream(source[lane::ROWS_A_STEP], MAX_LENGTH, overlong="split")
+            lanes.append([documents_of(row) for row in own])
+    assert len({*map(len, lanes)}) > 1
+    steps = [[document for row in step for document in row] for step in zip_longest(*lanes, fillvalue=[])]
     assert len(steps) < STEPS
-    assert len(steps[-1]) < ROWS_A_STEP
-    return [[document for row in step for document in row] for step in islice(steps * STEPS, STEPS)], len(rows)
+    return [*islice(steps * STEPS, STEPS)], sum(map(len, lanes))
 
 
 def run_cases(cases):
@@ -120,6 +125,75 @@ def test_training_on_a_stream_equals_one_process(layouts, packing, model, tmp_pa
         assert (report["documents"], report["tokens"], report["packs"]) == (len(lengths), sum(lengths), num_rows)
         assert report["tokens_dropped"] == (0 if packing == "packed" else lengths[-1])
         assert (report["too_long_documents"], report["passes"]) == (1, 2)
+
+
+RESUMED = {  # (processes, the run that it goes on from and its step, flags): 4 rows a step in every one
+    "once": (1, "whole", 1, ["--max_steps", "2", "--dataloader_num_workers", "2"]),
+    "again in the same pass": (1, "once", 2, []),
+    "in the third pass": (1, "whole", 10, ["--dataloader_num_workers", "3"]),
+}
+ELSEWHERE = {
+    "dp 2, in the third pass": (2, "whole", 9, ["--gradient_accumulation_steps", "2", "--dataloader_num_workers", "1"]),
+    "dp 2, again in that pass": (2, "dp 2, in the third pass", 10, ["--gradient_accumulation_steps", "2"]),
+    "dp 4": (4, "once", 2, ["--gradient_accumulation_steps", "1", "--dataloader_num_workers", "2"]),
+}
+
+
+@pytest.mark.parametrize(
+    "resumed",
+    [pytest.param(RESUMED, id="1 process"), pytest.param(RESUMED | ELSEWHERE, id="dp", marks=pytest.mark.long)],
+)
+def test_a_stream_resumed_in_any_pass_is_the_run_that_went_on(resumed, model, tmp_path):
+    """Twice in one pass, and in the third one: the same tokens and counts in any layout, the same bits in this one."""
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS, seed=3, masked=0.95))
+    common = [*COMMON, *PACKINGS["packed"][0], "--sp", "1", "--per_device_train_batch_size", "1", "--max_steps", "11"]
+    common += ["--model_name_or_path", model, "--dataset_name", data, "--lr_scheduler_type", "constant"]
+    common += ["--gradient_accumulation_steps", "4", "--save_strategy", "steps", "--save_steps", "1"]
+    run_ranks(1, f"{__name__}:run_cases", {"whole": [*common, "--output_dir", str(tmp_path / "whole")]})
+    expected, entry = logged(tmp_path / "whole")
+    assert entry["packing"]["passes"] == 3
+    for name, (processes, before, step, flags) in resumed.items():
+        given = [*common, *flags, "--output_dir", str(tmp_path / name)]
+        given += ["--resume_from_checkpoint", str(tmp_path / before / f"checkpoint-{step}")]
+        run_ranks(processes, f"{__name__}:run_cases", {name: given})
+        found, entry_here = logged(tmp_path / name)
+        for one, two in zip(expected, found, strict=False):
+            if processes == 1:
+                assert one == two, name
+            assert (one["step"], one["num_tokens"]) == (two["step"], two["num_tokens"]), name
+            assert relative([two["loss"], two["grad_norm"]], [one["loss"], one["grad_norm"]]) <= 1e-4, name
+        if name != "once":
+            assert len(found) == len(expected)
+            assert entry_here == entry, name
+
+
+def logged(folder):
+    """The steps of a run's log, and its entry of counts."""
+    entry, *log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    names = ("step", "loss", "grad_norm", "num_tokens")
+    return [{name: step[name] for name in names} for step in log if "loss" in step], entry
+
+
+def test_a_checkpoint_of_a_stream_with_one_order_is_refused(model, tmp_path, capsys):
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS[-6:]))
+    flags = [*COMMON, "--overlong", "split", "--model_name_or_path", model, "--dataset_name", data, "--use_cpu", "True"]
+    flags += ["--save_strategy", "steps", "--save_steps", "1", "--output_dir", str(tmp_path / "out")]
+    assert main([*flags, "--max_steps", "1"]) == 0
+    folder = tmp_path / "out" / "checkpoint-1"
+    manifest = read_manifest(folder)
+    assert set(manifest.position["lanes"][0]) == {"read", "waiting", "ready", "digest"}
+    write_manifest(folder, replace(manifest, position={"passes": 1, "first_pass": None, "stream": {}}))
+    assert main([*flags, "--max_steps", "2", "--resume_from_checkpoint", "auto"]) == 2
+    assert "all documents of a stream had one order, and now a stream is read in lanes" in capsys.readouterr().err
+
+
+def test_a_stream_without_labels_ends_with_its_first_pass(model, tmp_path, capsys):
+    records = [{"input_ids": [1, 2, 3], "labels": [1, -100, -100]}] * 5
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    flags = [*COMMON, "--model_name_or_path", model, "--dataset_name", str(data), "--use_cpu", "True"]
+    assert main([*flags, "--per_device_train_batch_size", "2", "--output_dir", str(tmp_path / "out")]) == 2
+    assert "no token with a label in 1 steps, the whole data set: 5 documents with 15 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -202,13 +202,13 @@ class SavingMixin(PushingMixin):
             later.append(partial(save_file, copies, path, metadata))
 
         weights = write_model(self, unfinished, exact=in_model, save=save_later if self.save_async else save_file)
-        progress = self._all_progress()
+        progress, position = self._all_progress(), self.stream_position()
         on_all_ranks(lambda: self._write_state(unfinished))
         manifest = None
         pieces: Iterable[ParameterShard] = ()
         leave_out = [WEIGHT] * in_model
         if not args.save_only_model:
-            manifest = on_all_ranks(lambda: self._manifest(folder.parent, progress))
+            manifest = on_all_ranks(lambda: self._manifest(folder.parent, progress, position))
             pieces = self._pieces()
         if self.save_async:
             pieces = [_copied(piece, leave_out) for piece in pieces if not piece.is_copy]
@@ -304,7 +304,7 @@ class SavingMixin(PushingMixin):
                 self._export_callbacks()
             self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
-    def _manifest(self, output_dir: Path, progress: dict[str, Any]) -> Manifest | None:
+    def _manifest(self, output_dir: Path, progress: dict[str, Any], position: dict[str, Any] | None) -> Manifest | None:
         """Return what a checkpoint says of itself, except for its files, on rank 0."""
         if not self.is_world_process_zero():
             return None
@@ -316,7 +316,7 @@ class SavingMixin(PushingMixin):
             parameters=trained_shapes(self.model_wrapped),
             data=dict(self.data_identity()),
             progress=progress | {"max_steps": self.state.max_steps},
-            position=self.stream_read and self.stream_read.position,
+            position=position,
             run=record.id if record else "",
             began=record.began if record else "",
             serial=next_serial(output_dir),

@@ -37,7 +37,7 @@ from longctx.training.checkpoint.states import (
     set_random_state,
 )
 from longctx.training.checkpoint.storage import StateReader
-from longctx.training.data_order import StepStream
+from longctx.training.data_order import StreamLoader
 from longctx.upstream.transformers_internals import log_sums, restore_log_sums
 
 logger = logging.getLogger(__name__)
@@ -96,11 +96,10 @@ class ResumableMixin(SavingMixin):
             self._say_what_is_left(folder, manifest)
         with damage_named(folder / MANIFEST):
             self.add_callback(_Continued(self, manifest, folder / MANIFEST))
-            rows: Any = loader.dataset
-            if isinstance(rows, StepStream) != (manifest.position is not None):
+            if isinstance(loader, StreamLoader) != (manifest.position is not None):
                 raise ValueError("a stream needs a position, and only a stream has one")
-            if manifest.position is not None:
-                rows.go_on_from(manifest.step, manifest.position)
+            if isinstance(loader, StreamLoader) and manifest.position is not None:
+                loader.go_on_from(manifest.position)
 
     def _set_learning_rates(self, step: int) -> None:
         """Set the schedule and the optimizer's learning rates to those after `step`.
