@@ -14,10 +14,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from longctx.data import DataError
-from longctx.data.columns import INPUT_IDS, SOURCE_COUNTS, Document, is_token_type, token_columns
+from longctx.data.columns import INPUT_IDS, SOURCE_COUNTS, TURN_ENDS, Document, is_token_type, token_columns
 
 from .lookahead import LookAhead
-from .overlong import OVERLONG, PackingReport
+from .overlong import OVERLONG, PackingReport, whole_turns
 
 _DOCUMENTS_PER_TABLE = 256
 
@@ -77,7 +77,8 @@ class PackedStream:
                 that can be iterated again with the same result. Arrow and parquet files are read table by table
                 (under 1 µs a document); what makes examples in Python is read as examples, fastest as NumPy arrays.
             capacity: most tokens in a row (`max_length`).
-            overlong: for documents longer than that: "raise", "truncate", "drop" or "split"; counted in `report`.
+            overlong: for documents longer than that: "raise", "truncate", "drop", "split", or "turns" for documents
+                with `turn_ends`; counted in `report`.
             strategy: "stream" packs; "none" gives every document, or piece of a split one, a row of its own, in order.
             look_ahead: packs' worth of tokens that wait in a lane. Memory is this much for each lane and one document,
                 or the tables they come from, and what is read for a lane while another one needs documents.
@@ -357,7 +358,9 @@ class Lane:
                 "drop or split"
             )
         kept = length if length <= limit or overlong == "split" else limit if overlong == "truncate" else 0
-        is_dropped = length > limit and overlong == "drop"
+        if length > limit and overlong == "turns":
+            kept = whole_turns(document.columns[TURN_ENDS], limit)
+        is_dropped = length > limit and kept == 0
         counts["documents"] += 1
         counts["tokens"] += length
         counts["longest_document"] = max(counts["longest_document"], length)
@@ -428,7 +431,7 @@ def _column_names(document: Mapping[str, Any], number: int) -> list[str]:
     """The per-token columns of a document, `input_ids` first."""
     if "seq_lengths" in document:
         raise DataError(f"document {number} has 'seq_lengths', so it is a pack already; use its sequences as they are")
-    names = [name for name, value in document.items() if name != INPUT_IDS and _is_token_list(value)]
+    names = [name for name, value in document.items() if name not in (INPUT_IDS, TURN_ENDS) and _is_token_list(value)]
     return [INPUT_IDS, *names]
 
 

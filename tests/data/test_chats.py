@@ -18,7 +18,7 @@ from longctx.data.chat import ChatEncoder
 from longctx.data.encoders import say
 from longctx.data.tokenize import choose_encoder
 from longctx.model.tiny import tiny_tokenizer
-from longctx.packing import PackedDataset, plan_packing
+from longctx.packing import PackedDataset, PackedStream, plan_packing
 from tests.data.test_data import _tokenize_error, _write_lines
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -400,6 +400,18 @@ def test_overlong_turns_keeps_whole_turns(template, tmp_path) -> None:
         if short <= limit:
             assert (report.tokens_cut, report.tokens_dropped) == ((len(ids) - kept, 0) if kept else (0, len(ids)))
             assert (report.documents_dropped, report.tokens_kept) == (int(kept == 0), short + kept)
+
+
+def test_overlong_turns_of_a_stream(tmp_path) -> None:
+    tokenizer = _tokenizer("chatml")
+    session = [message for turn in range(20) for message in (ASKED, ANSWERED | {"content": f"answer {turn}"})]
+    path = _write_lines(tmp_path / "a.jsonl", [CHATS["turns"], {"messages": session}])
+    whole = tokenize_records(load_records(path), tokenizer, gives_turns=True)
+    stream = PackedStream(tokenize_stream(stream_records(path), tokenizer, gives_turns=True), 700, overlong="turns")
+    (row,) = stream
+    kept = max(end for end in whole["turn_ends"][1] if end <= 700)
+    assert {*row["seq_lengths"].tolist()} == {len(whole["input_ids"][0]), kept}
+    assert stream.report.tokens_cut == len(whole["input_ids"][1]) - kept
 
 
 def test_overlong_turns_needs_conversations() -> None:
