@@ -39,6 +39,7 @@ from longctx.data.kinds import (
     kind_columns,
     optional_columns,
     record_kind,
+    warn_of_unread_columns,
 )
 from longctx.data.messages import check_chat, check_text
 from longctx.data.reading import RecordStream
@@ -72,6 +73,7 @@ class JsonRecords(RecordStream):
         is_chat = any(isinstance(record.get(column), list) for column in kind_columns(self.kind))
         self.is_json = self.kind == ALPACA or (self.kind != "input_ids" and is_chat)
         self.columns = self._columns_of(record)
+        warn_of_unread_columns(_present(record), self.columns)
         type_ = TOKENS if self.kind == "input_ids" else Json() if self.is_json else Value("string")
         self.features = Features(dict.fromkeys(self.columns, type_))
 

@@ -7,9 +7,12 @@ from typing import Any
 
 import pyarrow as pa
 from datasets import ClassLabel, Features, Json, LargeList, List, Value
+from transformers.utils import logging
 
 from longctx.data.columns import is_list_type
 from longctx.data.errors import DataError
+
+logger = logging.get_logger(__name__)
 
 PER_TOKEN_COLUMNS = ("input_ids", "labels", "assistant_masks", "completion_mask")
 """Columns of pre-tokenised records that are read."""
@@ -130,6 +133,12 @@ def kind_columns(kind: str) -> tuple[str, ...]:
 def optional_columns(kind: str) -> tuple[str, ...]:
     """Columns that are read of a record of this kind, if it has them and is no plain text."""
     return CONVERSATION_EXTRAS + _OPTIONAL_COLUMNS.get(kind, ())
+
+
+def warn_of_unread_columns(columns: Collection[str], read: Collection[str]) -> None:
+    """Name the columns that nothing reads, once."""
+    if unread := sorted({*columns} - {*read}):
+        logger.warning_once(f"Columns of the records that are not read ({len(unread)}): {', '.join(unread)}.")
 
 
 def check_unread_columns(columns: Collection[str], kind: str, is_kto: bool, where: str) -> None:

@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Features, Json, Value
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from longctx.data.chat import ChatEncoder, turns_template
 from longctx.data.columns import IGNORE_INDEX, TURN_ENDS, document_lengths, is_list_type
@@ -40,14 +39,13 @@ from longctx.data.kinds import (
     kind_columns,
     optional_columns,
     record_kind,
+    warn_of_unread_columns,
 )
 from longctx.data.messages import MASKS
 from longctx.data.preferences import PairChatEncoder, PairTextEncoder
 from longctx.data.reading import RecordStream
 
 Records = TypeVar("Records", Dataset, RecordStream)
-
-logger = logging.get_logger(__name__)
 
 _BATCH_BYTES = 8 << 20
 
@@ -139,8 +137,7 @@ def choose_encoder(
     check_column_types(dataset.features, kind)
     used = PER_TOKEN_COLUMNS + CHECKED_COLUMNS if kind == "input_ids" else kind_columns(kind) + optional_columns(kind)
     columns = [column for column in used if column in dataset.column_names]
-    if unread := sorted(set(dataset.column_names) - set(columns)):
-        logger.warning(f"Columns of the records that are not read ({len(unread)}): {', '.join(unread)}.")
+    warn_of_unread_columns(dataset.column_names, columns)
     dataset = dataset.select_columns(columns)
     encoder: Encoder
     conversational = kind != "input_ids" and _holds_chats(dataset, kind, bool(chat_template or tokenizer.chat_template))

@@ -437,10 +437,13 @@ def test_reasoning_and_text_that_a_template_leaves_out_is_said(caplog) -> None:
     assert "leaves out the text of 1 of the assistant's turns" in said
 
 
-def test_keys_and_columns_that_nothing_reads_are_named(caplog) -> None:
+def test_keys_and_columns_that_nothing_reads_are_named(caplog, tmp_path) -> None:
     record = {"messages": [ASKED | {"id": 3}, ANSWERED | {"id": 4, "weight": 1}]}
     assert "does not read the key 'id' of messages; 2 of them have it" in (said := _said([record], caplog))
     assert "weight" not in said
+    path = _write_lines(tmp_path / "a.jsonl", [record | {"source": "x", "tags": ["y"]}])
+    load_records(path)
+    assert "Columns of the records that are not read (2): source, tags" in caplog.text
     assert "Columns of the records that are not read (2): lang, source" in _said(
         [{"messages": [ASKED, ANSWERED], "source": "x", "lang": "en"}], caplog
     )
