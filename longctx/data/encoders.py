@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TokenizersBackend
 from transformers.utils import logging
 
 from longctx.data.columns import IGNORE_INDEX, list_array
@@ -185,8 +185,7 @@ class TextEncoder(Encoder):
         return text if text.endswith(eos_token) else text + eos_token
 
     def _tokenize(self, texts: list[str]) -> list[np.ndarray]:
-        encoded = self.tokenizer(texts, verbose=False, return_attention_mask=False, return_token_type_ids=False)
-        return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+        return token_ids(self.tokenizer, texts)
 
 
 class PretokenizedEncoder(Encoder):
@@ -280,6 +279,25 @@ def one_chunk(column: pa.ChunkedArray) -> pa.Array:
     """A column as one array, whether or not combine_chunks already gives one."""
     combined = column.combine_chunks()
     return combined.chunk(0) if isinstance(combined, pa.ChunkedArray) else combined
+
+
+def token_ids(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], *, add_special_tokens: bool = True
+) -> list[np.ndarray]:
+    """Token ids of each text, int64 [num_tokens], equal to `tokenizer(texts)["input_ids"]`.
+
+    A fast tokenizer encodes without offsets, which nobody asks for here and which take time and memory.
+    """
+    options: dict[str, Any] = {"add_special_tokens": add_special_tokens, "verbose": False}
+    kind = type(tokenizer)
+    if not issubclass(kind, TokenizersBackend) or any(
+        getattr(kind, name) is not getattr(TokenizersBackend, name) for name in ("__call__", "_encode_plus")
+    ):
+        return [np.asarray(ids, dtype=np.int64) for ids in tokenizer(texts, **options)["input_ids"]]
+    tokenizer("", **options)  # switches truncation and padding off, as for the texts themselves
+    backend = tokenizer.backend_tokenizer
+    encodings = backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+    return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
 
 def mask_prompt(ids: np.ndarray, prompt: np.ndarray) -> np.ndarray:
