@@ -10,7 +10,7 @@ MINUTES = {
     "balance": "1",
     "closed_form": "1, 20 with --traces",
     "differential": "as --minutes says",
-    "elsewhere": "5",
+    "elsewhere": "15",
     "fuzz": "5 to 15",
     "gpu": "60 on a GPU, in slices of 9",
     "host_time": "15",

@@ -1,6 +1,6 @@
 """What the stock stack does with packed documents, next to longctx, on this machine's CPU.
 
-    python -m benchmarks.elsewhere                    # all cases, a few minutes on two cores
+    python -m benchmarks.elsewhere                    # all cases, 15 minutes on two cores
     python -m benchmarks.elsewhere --only mask packs  # some of them
 
 "Stock stack" is transformers' Trainer or TRL's SFTTrainer with accelerate's ParallelismConfig: Ulysses on DeepSpeed
@@ -13,4 +13,7 @@ the stock stack, is changed: accelerate's state is set as longctx sets it (longc
 torch's context_parallel gets the CPU's attention kernel beside the CUDA ones (`_give_ring_the_cpu_kernel`); and on
 four processes the backward of an all-gather does what it does on NCCL (`_repair_gather_backward`). The rows called
 "control" show that the stock stack, driven so, is exact where it has no reason not to be.
+
+The case "recurrent" compares releases: it installs each in an environment of its own, and trains a tiny Qwen3.5 there
+on one packed row of one device, without longctx and with nothing changed.
 """

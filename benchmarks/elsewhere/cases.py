@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..packing import histogram
+from .recurrent import recurrent_case
 from .steps import (
     FEW_TOKENS,
     LONG_MASK_LENGTH,
@@ -24,26 +24,19 @@ from .steps import (
     WINDOW,
     Document,
     Outcome,
-    RefusedError,
+    Row,
     exact_step,
     load_model,
     longctx_step,
     make_documents,
     make_row,
+    require,
     run_group,
+    show,
     stock_step,
     trl_packed_step,
     write_model,
 )
-
-
-class Row(NamedTuple):
-    """One line of the table."""
-
-    situation: str
-    exact: str
-    stock: str
-    longctx: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,25 +83,6 @@ def training_rows(trainings: Sequence[Training], model: str) -> Iterator[Row]:
             exact[key] = require(run_group(1, exact_step, folder=model, documents=training.documents))
         outcomes = exact[key], training.run_stock(model), require(training.run_longctx(model))
         yield Row(training.situation, *(show(outcome, "loss {loss:.4f}, norm {grad_norm:.4f}") for outcome in outcomes))
-
-
-def require(outcome: Outcome) -> Outcome:
-    """The outcome, unless it is an error other than longctx's refusal: then what was measured is not what was meant.
-
-    Raises:
-        RuntimeError: with the failed process's log.
-    """
-    if outcome.error is not None and not outcome.error.startswith(RefusedError.__name__):
-        raise RuntimeError(f"{outcome.error}\n{outcome.log}")
-    return outcome
-
-
-def show(outcome: Outcome, template: str) -> str:
-    """A table cell: the template filled from the value, or the error; the error's log goes to stderr."""
-    if outcome.error is None:
-        return template.format(**outcome.value)
-    print(outcome.log, file=sys.stderr, flush=True)
-    return outcome.error.replace("RefusedError", "refused").replace("|", "\\|")
 
 
 def packed_trainings() -> list[Training]:
@@ -301,6 +275,7 @@ CASES: dict[str, Callable[[str], Iterator[Row]]] = {
     "packed": packed_case,
     "weighting": weighting_case,
     "window": window_case,
+    "recurrent": recurrent_case,
     "mask": mask_case,
     "packs": packs_case,
 }

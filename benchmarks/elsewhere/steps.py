@@ -6,11 +6,12 @@ import contextlib
 import io
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +38,15 @@ _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 
 Document = tuple[list[int], list[int]]
 """input_ids, and labels before shifting."""
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    situation: str
+    exact: str
+    stock: str
+    longctx: str
 
 
 # --- data, model and the exact values ---------------------------------------------------------------------------
@@ -120,6 +130,25 @@ def run_group(processes: int, function: Callable[..., Any], **arguments: Any) ->
     if ending.status == "ok":
         return Outcome(value=ending.reports[0]["value"])
     return Outcome(error=ending.error, log=ending.log)
+
+
+def require(outcome: Outcome) -> Outcome:
+    """The outcome, unless it is an error other than longctx's refusal: then what was measured is not what was meant.
+
+    Raises:
+        RuntimeError: with the failed process's log.
+    """
+    if outcome.error is not None and not outcome.error.startswith(RefusedError.__name__):
+        raise RuntimeError(f"{outcome.error}\n{outcome.log}")
+    return outcome
+
+
+def show(outcome: Outcome, template: str) -> str:
+    """A table cell: the template filled from the value, or the error; the error's log goes to stderr."""
+    if outcome.error is None:
+        return template.format(**outcome.value)
+    print(outcome.log, file=sys.stderr, flush=True)
+    return outcome.error.replace("RefusedError", "refused").replace("|", "\\|")
 
 
 def _call(argument: tuple[Callable[..., Any], dict[str, Any]]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from longctx.data.columns import IGNORE_INDEX
-from longctx.data.encoders import Encoder, mask_prompt, token_ids
+from longctx.data.encoders import Encoder, mask_prompt
 from longctx.data.errors import DataError, name_record
 from longctx.data.kinds import ALPACA, kind_columns
 from longctx.data.messages import MASKS, alpaca_pair, is_empty, is_learnt, read_chat, without_nulls
@@ -30,6 +30,7 @@ from longctx.data.rendered import (
     with_marked_calls,
     with_text_arguments,
 )
+from longctx.data.token_ids import token_ids
 from longctx.untrusted.confined import Bounds, OutOfBounds, confined
 from longctx.upstream.transformers_internals import tell_templates_time
 
@@ -115,14 +116,14 @@ class ChatEncoder(Encoder):
         thoughts = [match.span() for match in _EMPTY_THOUGHT.finditer(text)]
         derives = self.assistant_only and not _MARKERS.search(self.template)
         if not (derives or not_learnt or thoughts or self.gives_turns):
-            (ids,), offsets = token_ids(self.tokenizer, [text], special=False), np.zeros((0, 2), np.int64)
+            (ids,), offsets = token_ids(self.tokenizer, [text], add_special_tokens=False), np.zeros((0, 2), np.int64)
         else:
             out = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             ids, offsets = np.asarray(out["input_ids"], np.int64), np.asarray(out["offset_mapping"]).reshape(-1, 2)
         learnt = np.ones(len(ids), dtype=bool)
         if self.masks_prompt:
             asked = self._render(chat[: len(chats[0])], index, options | {"add_generation_prompt": True})
-            (prompt,) = token_ids(self.tokenizer, [asked], special=False)
+            (prompt,) = token_ids(self.tokenizer, [asked], add_special_tokens=False)
             learnt &= mask_prompt(ids, prompt) != IGNORE_INDEX
         if derives:
             turns = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
@@ -288,7 +289,7 @@ class ChatEncoder(Encoder):
             ids, labels = probe.encode({"messages": [chat]}, [FIRST_RECORDS + 1])
             text, added = self._apply(chat, {"chat_template": self.chat_template}), self.tokenizer.get_added_vocab()
             answered = text[: text.rindex("longctx_answer") + len("longctx_answer")]
-            stop = len(token_ids(self.tokenizer, [answered], special=False)[0])
+            stop = len(token_ids(self.tokenizer, [answered], add_special_tokens=False)[0])
             ends = np.isin(ids[0][stop:], [*added.values(), self.tokenizer.eos_token_id])
             learnt = labels[0][stop:] != IGNORE_INDEX if labels else ends
             return bool(ends.any()), bool((ends & learnt).any())

@@ -21,6 +21,7 @@ from longctx.data.columns import IGNORE_INDEX, TURN_ENDS, is_list_type, list_arr
 from longctx.data.errors import DataError, name_record
 from longctx.data.kinds import ALPACA, MASKS, kind_columns
 from longctx.data.messages import alpaca_pair, check_text
+from longctx.data.token_ids import token_ids
 from longctx.untrusted.confined import Bounds, Confined
 
 logger = logging.get_logger(__name__)
@@ -248,30 +249,6 @@ class TextEncoder(Encoder):
                     given.endswith(eos)
                 )
         return made
-
-
-def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool = True) -> list[np.ndarray]:
-    """Return the tokens of each text, int64 [tokens].
-
-    Args:
-        special: whether the tokenizer adds its special tokens, such as BOS.
-    """
-    encoded = tokenizer(
-        texts, add_special_tokens=special, verbose=False, return_attention_mask=False, return_token_type_ids=False
-    )
-    return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
-
-
-def warn_of_eos(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Say if the EOS token is none that ends a document: if its text does not become its id, or may be part of one."""
-    eos = str(tokenizer.eos_token or "")
-    ids = token_ids(tokenizer, [eos], special=False)[0].tolist() if eos else []
-    if eos and (ids != [tokenizer.eos_token_id] or eos.isalnum()):
-        logger.warning(
-            f"The EOS token {eos!r} is no special token: its text becomes the tokens {ids[:8]}, and its id is "
-            f"{tokenizer.eos_token_id}. The model may not learn where a document ends. Name another one with "
-            "--eos_token."
-        )
 
 
 def notes_of(column: pa.ChunkedArray) -> Counter[str]:

@@ -20,10 +20,11 @@ from transformers import PreTrainedTokenizerBase
 
 from longctx.data.chat import ChatEncoder
 from longctx.data.columns import IGNORE_INDEX
-from longctx.data.encoders import TextEncoder, common_prefix, token_ids, warn_of_split_prompt
+from longctx.data.encoders import TextEncoder, common_prefix, warn_of_split_prompt
 from longctx.data.errors import DataError, name_record
 from longctx.data.kinds import kind_columns
 from longctx.data.messages import check_text, is_learnt
+from longctx.data.token_ids import token_ids
 
 _ANSWERS = ("chosen", "rejected")
 
@@ -96,7 +97,7 @@ class PairChatEncoder(_PairEncoder, ChatEncoder):
             )
         asked = self._render(record["prompt"], index, options | {"add_generation_prompt": True})
         texts = [asked, *(self._write(record["prompt"] + record[answer], index, options)[1] for answer in _ANSWERS)]
-        prompt, *sides = token_ids(self.tokenizer, texts, special=False)
+        prompt, *sides = token_ids(self.tokenizer, texts, add_special_tokens=False)
         return self._join(prompt, sides, index)
 
 

@@ -25,7 +25,6 @@ from longctx.data.encoders import (
     notes_of,
     one_chunk,
     say,
-    warn_of_eos,
 )
 from longctx.data.errors import DataError, no_records
 from longctx.data.kinds import (
@@ -44,6 +43,7 @@ from longctx.data.kinds import (
 from longctx.data.messages import MASKS
 from longctx.data.preferences import PairChatEncoder, PairTextEncoder
 from longctx.data.reading import RecordStream
+from longctx.data.token_ids import warn_of_eos
 
 Records = TypeVar("Records", Dataset, RecordStream)
 
