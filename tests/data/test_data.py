@@ -250,6 +250,19 @@ def test_extra_columns_and_later_columns_are_left_alone(tmp_path, tokenizer) -> 
     ]
 
 
+def test_records_of_a_stream_are_passed_over_unparsed(tmp_path) -> None:
+    """A malformed line is refused by who parses it; records that are parsed need not follow each other."""
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    (tmp_path / "a.jsonl").write_text("\n".join([lines[0], "malformed", *lines[1:]]))
+    records = stream_records(str(tmp_path / "a.jsonl"))
+    raw = list(records.raw())
+    assert records.parse([raw[0], raw[3], raw[2]])["text"].to_pylist() == [TEXTS[0], TEXTS[2], TEXTS[1]]
+    assert f"{tmp_path}/a.jsonl:2: malformed JSON" in _error(records.parse, raw[:2])
+    pq.write_table(pa.table({"text": TEXTS, "more": [1, 2, 3]}), tmp_path / "a.parquet", row_group_size=2)
+    records = stream_records(str(tmp_path / "a.parquet"))
+    assert records.select_columns(["more"]).parse(list(records.raw())[::2]).to_pydict() == {"more": [1, 3]}
+
+
 def test_text_that_looks_like_a_date_stays_text(tmp_path) -> None:
     path = _write_lines(tmp_path / "a.jsonl", [{"text": "2020-01-01T00:00:00"}])
     assert load_records(path)["text"][:] == ["2020-01-01T00:00:00"]
