@@ -18,7 +18,6 @@ from longctx.data import (
     stdlib_files,
     stream_records,
     tokenize_records,
-    tokenize_stream,
 )
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -250,19 +249,6 @@ def test_extra_columns_and_later_columns_are_left_alone(tmp_path, tokenizer) -> 
     ]
 
 
-def test_records_of_a_stream_are_passed_over_unparsed(tmp_path) -> None:
-    """A malformed line is refused by who parses it; records that are parsed need not follow each other."""
-    lines = [json.dumps({"text": text}) for text in TEXTS]
-    (tmp_path / "a.jsonl").write_text("\n".join([lines[0], "malformed", *lines[1:]]))
-    records = stream_records(str(tmp_path / "a.jsonl"))
-    raw = list(records.raw())
-    assert records.parse([raw[0], raw[3], raw[2]])["text"].to_pylist() == [TEXTS[0], TEXTS[2], TEXTS[1]]
-    assert f"{tmp_path}/a.jsonl:2: malformed JSON" in _error(records.parse, raw[:2])
-    pq.write_table(pa.table({"text": TEXTS, "more": [1, 2, 3]}), tmp_path / "a.parquet", row_group_size=2)
-    records = stream_records(str(tmp_path / "a.parquet"))
-    assert records.select_columns(["more"]).parse(list(records.raw())[::2]).to_pydict() == {"more": [1, 3]}
-
-
 def test_text_that_looks_like_a_date_stays_text(tmp_path) -> None:
     path = _write_lines(tmp_path / "a.jsonl", [{"text": "2020-01-01T00:00:00"}])
     assert load_records(path)["text"][:] == ["2020-01-01T00:00:00"]
@@ -379,23 +365,6 @@ def test_a_record_that_is_more_than_its_text_is_refused(tmp_path, more, expected
     assert message.startswith(f"{tmp_path}/a.jsonl:2: the column")
     assert expected in message
     assert len(load_records(str(_write_lines(tmp_path / "b.jsonl", [good])))) == 1
-
-
-@pytest.mark.parametrize(
-    "number", ["3.141592653589793", "NaN", "-Infinity", "-0.0", "1e22", "1E-30", str(2**70), "null"]
-)
-def test_templates_see_what_is_written(tmp_path, tokenizer, number) -> None:
-    """To the last digit, whether records are cached or streamed, and no key that only another record has."""
-    template = "{% for m in messages %}{{ m }}{% endfor %}"
-    first, second = '{"role": "user", "content": "a"}', f'{{"role": "user", "content": "b", "x": [{number}]}}'
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(f'{{"messages": [{message}]}}\n' for message in (first, second)))
-    for documents in (
-        tokenize_records(load_records(str(path)), tokenizer, chat_template=template),
-        tokenize_stream(stream_records(str(path)), tokenizer, chat_template=template),
-    ):
-        texts = [tokenizer.decode(document["input_ids"]) for document in documents]
-        assert texts == [repr(json.loads(message)) for message in (first, second)]
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
