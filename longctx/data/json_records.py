@@ -166,11 +166,11 @@ def _texts(path: Path) -> Iterator[tuple[str, str | bytes]]:
                 yield from _elements(data, path)
                 return
             for number, line in enumerate(iter(lambda: file.readline(RECORD_BYTES + 1), b""), start=1):
+                place = f"{path}:{number}"
                 if len(line) > RECORD_BYTES:
-                    remedy = "Put one record into each line, or split the record."
-                    raise too_long(f"{path}:{number}", "a line", RECORD_BYTES, remedy)
+                    raise too_long(place, "a line", RECORD_BYTES, "Put one record into each line, or split the record.")
                 if line.strip():
-                    yield f"{path}:{number}", line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
+                    yield place, line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
     except OSError as error:
         raise unreadable(path, error) from error
 

@@ -18,7 +18,6 @@ from longctx.data import (
     stdlib_files,
     stream_records,
     tokenize_records,
-    tokenize_stream,
 )
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -366,23 +365,6 @@ def test_a_record_that_is_more_than_its_text_is_refused(tmp_path, more, expected
     assert message.startswith(f"{tmp_path}/a.jsonl:2: the column")
     assert expected in message
     assert len(load_records(str(_write_lines(tmp_path / "b.jsonl", [good])))) == 1
-
-
-@pytest.mark.parametrize(
-    "number", ["3.141592653589793", "NaN", "-Infinity", "-0.0", "1e22", "1E-30", str(2**70), "null"]
-)
-def test_templates_see_what_is_written(tmp_path, tokenizer, number) -> None:
-    """To the last digit, whether records are cached or streamed, and no key that only another record has."""
-    template = "{% for m in messages %}{{ m }}{% endfor %}"
-    first, second = '{"role": "user", "content": "a"}', f'{{"role": "user", "content": "b", "x": [{number}]}}'
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(f'{{"messages": [{message}]}}\n' for message in (first, second)))
-    for documents in (
-        tokenize_records(load_records(str(path)), tokenizer, chat_template=template),
-        tokenize_stream(stream_records(str(path)), tokenizer, chat_template=template),
-    ):
-        texts = [tokenizer.decode(document["input_ids"]) for document in documents]
-        assert texts == [repr(json.loads(message)) for message in (first, second)]
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])

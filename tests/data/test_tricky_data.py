@@ -14,7 +14,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from longctx.data import DataError, record_place, stream_records, tokenize_stream
+from longctx.data import (
+    DataError,
+    load_records,
+    record_place,
+    stream_records,
+    tokenize_records,
+    tokenize_stream,
+)
 from tests.data.test_data_fuzz import TOKENIZER, documents_in, table_bytes, write
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -203,3 +210,35 @@ def test_it_is_read_right_or_named(tmp_path, name):
             assert found == expected
         else:
             assert re.match(re.escape(str(path)) + expected, str(found)), found
+
+
+@pytest.mark.parametrize(
+    "number", ["3.141592653589793", "NaN", "-Infinity", "-0.0", "1e22", "1E-30", str(2**70), "null"]
+)
+def test_templates_see_what_is_written(tmp_path, number):
+    """To the last digit, whether records are cached or streamed, and no key that only another record has."""
+    template = "{% for m in messages %}{{ m }}{% endfor %}"
+    first, second = '{"role": "user", "content": "a"}', f'{{"role": "user", "content": "b", "x": [{number}]}}'
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"messages": [{message}]}}\n' for message in (first, second)))
+    for documents in (
+        tokenize_records(load_records(str(path)), TOKENIZER, chat_template=template),
+        tokenize_stream(stream_records(str(path)), TOKENIZER, chat_template=template),
+    ):
+        texts = [TOKENIZER.decode(document["input_ids"]) for document in documents]
+        assert texts == [repr(json.loads(message)) for message in (first, second)]
+
+
+def test_records_of_a_stream_are_passed_over_unparsed(tmp_path):
+    """A malformed line is refused by who parses it; records that are parsed need not follow each other."""
+    texts = ["a", "b", "c"]
+    lines = [json.dumps({"text": text}) for text in texts]
+    (tmp_path / "a.jsonl").write_text("\n".join([lines[0], "malformed", *lines[1:]]))
+    records = stream_records(str(tmp_path / "a.jsonl"))
+    raw = list(records.raw())
+    assert records.parse([raw[0], raw[3], raw[2]])["text"].to_pylist() == ["a", "c", "b"]
+    with pytest.raises(DataError, match=re.escape(f"{tmp_path}/a.jsonl:2: malformed JSON")):
+        records.parse(raw[:2])
+    pq.write_table(pa.table({"text": texts, "more": [1, 2, 3]}), tmp_path / "a.parquet", row_group_size=2)
+    records = stream_records(str(tmp_path / "a.parquet"))
+    assert records.select_columns(["more"]).parse(list(records.raw())[::2]).to_pydict() == {"more": [1, 3]}
