@@ -6,10 +6,11 @@ from .balance import balanced_order, pack_costs, shuffled_order, spread_step
 from .bfd import lower_bound
 from .cache import load_plan, save_plan
 from .dataset import PackedDataset, pack_dataset
+from .lanes import add_counts
 from .overlong import OVERLONG, PackingReport, plan_packing
 from .pairs import PairedDataset, kept_of_sides, lengths_of_pairs, plan_pairs, shared_tokens
 from .plan import STRATEGIES, Packing, Piece, one_per_bin, pack
-from .streaming import PackedStream, add_counts
+from .streaming import PackedStream
 
 __all__ = [
     "OVERLONG",
