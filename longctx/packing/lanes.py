@@ -12,9 +12,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from longctx.data import DataError
-from longctx.data.columns import INPUT_IDS, Document
+from longctx.data.columns import INPUT_IDS, TURN_ENDS, Document
 
 from .lookahead import LookAhead
+from .overlong import whole_turns
 
 if TYPE_CHECKING:
     from .streaming import PackedStream
@@ -160,7 +161,9 @@ class Lane:
                 f"{capacity:,}. Raise --max_length to {length}, or choose what happens to longer documents: --overlong "
                 "truncate, drop or split"
             )
-        if length > capacity and stream.overlong != "split":
+        if length > capacity and stream.overlong == "turns":
+            kept = whole_turns(document.columns[TURN_ENDS], capacity)
+        elif length > capacity and stream.overlong != "split":
             kept = capacity if stream.overlong == "truncate" else 0
         pieces = [
             _Piece(turn, {name: values[start : min(start + capacity, kept)] for name, values in columns.items()})
