@@ -47,7 +47,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return text_of(f"docs/{page.file.src_uri}") if page.file.abs_src_path else markdown
 
 
-WIDE = ("support-matrix.md", "howto/small-gpus.md", "reference/flags.md")
+WIDE = ("support-matrix.md", "howto/small-gpus.md", "reference/flags.md", "reference/chats.md")
 """Pages whose tables take the width of the table of contents."""
 
 FLAG = re.compile(r"(?<![\w-])--\w+")
