@@ -130,7 +130,12 @@ class JsonRecords(RecordStream):
             return value
         if column in kind_columns(self.kind) and self.kind != ALPACA:
             check_chat(value, column, place)
-        return None if value is None else json.dumps(value, ensure_ascii=False)
+        try:
+            return None if value is None else json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except ValueError:
+            raise DataError(
+                f"{place}: '{column}' holds NaN or an infinite number, which JSON does not have. Correct the record."
+            ) from None
 
 
 def _present(record: Mapping[str, Any]) -> list[str]:

@@ -48,8 +48,12 @@ TRICKY: dict[str, tuple[str, str | bytes, str | list[str]]] = {
     "half a surrogate pair in a chat": (".jsonl", chat("1") + chat(r'"\uD83D"'), rf":2: .*\\ud83d {HALF}"),
     "half a surrogate pair in an array": (".json", f'[{FINE}, {{"text": "\\udc00"}}]', rf", record 1 .*\\udc00 {HALF}"),
     "a surrogate in UTF-8": (".txt", b"a\xed\xb0\x80", r":1: not UTF-8 \(byte 0xed at offset 1\)"),
-    "NaN in a chat": (".jsonl", chat("1") + chat("NaN"), [CHAT, CHAT]),
-    "1e400 in a chat": (".jsonl", chat("1") + chat('[{"a": -1e400}]'), [CHAT, CHAT]),
+    "NaN in a chat": (".jsonl", chat("1") + chat("NaN"), ":2: 'messages' holds NaN or an infinite number"),
+    "1e400 in a chat": (
+        ".jsonl",
+        chat("1") + chat('[{"a": -1e400}]'),
+        ":2: 'messages' holds NaN or an infinite number",
+    ),
     "NaN as a token": (".jsonl", IDS % "NaN", ":2: 'input_ids' holds NaN; expected a flat list of integers"),
     "1e400 as a token": (".jsonl", IDS % "1e400", ":2: 'input_ids' holds Infinity; expected a flat list of integers"),
     "numbers in a column that is not read": (
@@ -212,9 +216,7 @@ def test_it_is_read_right_or_named(tmp_path, name):
             assert re.match(re.escape(str(path)) + expected, str(found)), found
 
 
-@pytest.mark.parametrize(
-    "number", ["3.141592653589793", "NaN", "-Infinity", "-0.0", "1e22", "1E-30", str(2**70), "null"]
-)
+@pytest.mark.parametrize("number", ["3.141592653589793", "-0.0", "1e22", "1E-30", str(2**70), "null"])
 def test_templates_see_what_is_written(tmp_path, number):
     """To the last digit, whether records are cached or streamed, and no key that only another record has."""
     template = "{% for m in messages %}{{ m }}{% endfor %}"
