@@ -138,31 +138,31 @@ class Encoder:
     def _encode_table(self, batch: pa.Table, indices: Sequence[int]) -> Encoded:
         """Return the result of `_encode_values`, made in another process, about a million bytes of records at a time.
 
-        Of records that cannot be encoded together, each half is tried until one record is left, which is named.
+        Records that cannot be encoded together are tried one by one, and the one that fails alone is named.
         """
-        alone = len(indices) == 1
-        if alone or batch.nbytes <= _BYTES_AT_A_TIME:
+        size = -(-len(indices) // 2)
+        if len(indices) == 1 or batch.nbytes <= _BYTES_AT_A_TIME:
             try:
                 return self.start().call(Bounds.of_text(batch.nbytes), batch.to_pydict(), batch.schema, indices)
             except DataError:
                 raise
             except Exception as error:
                 self.close()
-                if alone:
+                if len(indices) == 1:
                     raise DataError(
                         f"{name_record(indices[0])}: the {self.runs} cannot encode it: {error}. Shorten or remove the "
                         f"record, or use another {self.runs}."
                     ) from error
-        half = len(indices) // 2
-        first, second = (
-            self._encode_table(batch.slice(start, stop - start), indices[start:stop])
-            for start, stop in ((0, half), (half, len(indices)))
-        )
+                size = 1
+        parts = [
+            self._encode_table(batch.slice(start, size), indices[start : start + size])
+            for start in range(0, len(indices), size)
+        ]
         return Encoded(
-            first.input_ids + second.input_ids,
-            first.labels + second.labels,
-            first.notes + second.notes,
-            first.turn_ends + second.turn_ends,
+            [ids for part in parts for ids in part.input_ids],
+            [labels for part in parts for labels in part.labels],
+            sum((part.notes for part in parts), Counter()),
+            [ends for part in parts for ends in part.turn_ends],
         )
 
     def _encode_values(self, batch: dict[str, list[Any]], schema: pa.Schema, indices: Sequence[int]) -> Encoded:

@@ -9,7 +9,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -165,16 +165,11 @@ def _local_parts(name: str, path: Path) -> dict[str, list[Path]] | None:
         files = matching_files(str(path))
         if not files:
             raise DataError(f"{name}: no file matches this glob (from {Path.cwd()}). Check the pattern.")
-        _check_links(files, _folder_of_glob(path))
+        _check_links(files, next(parent for parent in path.parents if not glob.has_magic(str(parent))))
         return {"train": files}
     if _looks_like_a_path(name):
         raise DataError(f"{name}: no such file or folder (from {Path.cwd()}). Expected {FORMATS_HELP}.")
     return None
-
-
-def _folder_of_glob(pattern: Path) -> Path:
-    """Return the folder that a pattern names before its first wildcard."""
-    return next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))
 
 
 def _looks_like_a_path(name: str) -> bool:
@@ -221,7 +216,9 @@ def _split_files(folder: Path) -> dict[str, list[Path]]:
     check_folder(folder, subfolders=True)  # `datasets` follows links to folders
     base = os.path.abspath(folder)
     found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
-    splits = {str(name): _in_order(files, set(part)) for name, part in found.items()}
+    wanted = {str(name): set(part) for name, part in found.items()}
+    # Without resolving links: the files of a hub snapshot are links into another folder.
+    splits = {name: [file for file in files if os.path.abspath(file) in part] for name, part in wanted.items()}
     for (name, part), (other, its) in combinations(splits.items(), 2):
         if both := sorted(set(part) & set(its)):
             raise DataError(
@@ -235,11 +232,6 @@ def _split_files(folder: Path) -> dict[str, list[Path]]:
             f"{left[0]}. Name a split in every file, or give a glob that selects the files."
         )
     return {name: part for name, part in splits.items() if part}
-
-
-def _in_order(files: Sequence[Path], wanted: Set[str]) -> list[Path]:
-    # Without resolving links: the files of a hub snapshot are links into another folder.
-    return [file for file in files if os.path.abspath(file) in wanted]
 
 
 def _load_from_hub(name: str, config: str | None, split: str, kind: type[Kind]) -> Kind:
