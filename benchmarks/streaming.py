@@ -233,7 +233,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--lengths", nargs="+", choices=DISTRIBUTIONS, default=list(DISTRIBUTIONS))
     parser.add_argument("--capacity", type=int, nargs="+", default=[4096, 32768, 131072])
     parser.add_argument("--lanes", type=int, nargs="+", default=[1, 8, 64], help="sequences of a step")
-    parser.add_argument("--look_ahead", type=int, default=8, help="packs of tokens that wait in a lane")
+    parser.add_argument("--look_ahead", type=int, default=16, help="packs of tokens that wait in a lane")
     parser.add_argument("--dp", type=int, default=128, help="ranks of the last table")
     parser.add_argument("--step_length", type=int, default=131072, help="tokens of a sequence in the last table")
     parser.add_argument("--repeats", type=int, default=3, help="plans timed for each case")

@@ -42,7 +42,7 @@ class PackedStream:
         *,
         overlong: str = "raise",
         strategy: str = "stream",
-        look_ahead: int = 8,
+        look_ahead: int = 16,
         columns: list[str] | None = None,
     ) -> None:
         """
@@ -202,7 +202,7 @@ def _check_arguments(capacity: Any, overlong: str, strategy: str, look_ahead: in
     if strategy not in ("stream", "none"):
         raise ValueError(f"unknown strategy={strategy!r}, must be stream or none; others need every length at once")
     if look_ahead < 1:
-        raise ValueError(f"look_ahead must be at least 1 pack, got {look_ahead}; 8 packs fill sequences to 99.8%")
+        raise ValueError(f"look_ahead must be at least 1 pack, got {look_ahead}; 16 packs fill sequences to 99.8%")
 
 
 def _is_arrow_stream(source: object) -> bool:

@@ -322,11 +322,11 @@ def test_rows_collate_like_rows_of_a_packed_data_set():
 @pytest.mark.parametrize("capacity", [4096, 32768])
 @pytest.mark.parametrize("long", [0.0, 0.1])
 def test_rows_are_full_and_no_document_waits_long(capacity, long):
-    """The targets: 8 packs of look-ahead fill 99.8% of the room, and no document comes 1,000 places late."""
+    """The targets: 16 packs of look-ahead fill 99.8% of the room, and no document comes 1,000 places late."""
     rng, n = np.random.default_rng(0), 10_000
     lengths = np.clip(rng.lognormal(np.log(600) - 1.125, 1.5, n), 8, 65536)
     lengths = np.where(rng.random(n) < long, np.exp(rng.uniform(np.log(4096), np.log(131072), n)), lengths).astype(int)
-    queue: LookAhead[int] = LookAhead(capacity, 8)
+    queue: LookAhead[int] = LookAhead(capacity, 16)
     packs, fills = [], []
     for number, length in enumerate((lengths % capacity).tolist()):
         if length:
