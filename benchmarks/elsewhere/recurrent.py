@@ -31,7 +31,7 @@ from .steps import (
 
 RELEASES = {"5.8.1": "1.4.0", "5.19.0": "1.16.0", "5.24.0": "1.16.0"}
 """Of transformers, each with a release of TRL. From 5.20 on, it refuses what its paths in PyTorch cannot do."""
-SCRIPT = Path(__file__).with_name("stock_recurrent.py")
+PROGRAM = "import sys, stock_recurrent; stock_recurrent.main(*sys.argv[1:])"
 WAYS = {
     "SFTTrainer": "SFTTrainer with packing",
     "flattening": "Trainer with DataCollatorWithFlattening",
@@ -115,9 +115,10 @@ def make_environment(folder: Path, transformers: str, trl: str) -> str:
 
 def stock_step(python: str, folder: str, documents: str, way: str) -> Outcome:
     """The results of `stock_recurrent.py` in another environment."""
-    done = subprocess.run([python, str(SCRIPT), folder, documents, way], capture_output=True, text=True, check=False)
+    command, here = [python, "-c", PROGRAM, folder, documents, way], Path(__file__).parent
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=here)
     if done.returncode:
-        raise RuntimeError(f"{SCRIPT.name} ended with exit code {done.returncode}\n{done.stderr}")
+        raise RuntimeError(f"stock_recurrent.main ended with exit code {done.returncode}\n{done.stderr}")
     found = json.loads(done.stdout.splitlines()[-1])
     if kernels := found.pop("kernels"):
         raise RuntimeError(f"{python} has {', '.join(kernels)}; this case is about the paths of PyTorch alone.")

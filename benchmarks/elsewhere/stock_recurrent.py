@@ -1,17 +1,12 @@
-"""One packed step of a model with gated delta layers in stock transformers and TRL, run as a script.
+"""One packed step of a model with gated delta layers in stock transformers and TRL.
 
-    PYTHON stock_recurrent.py MODEL_FOLDER DOCUMENTS.json WAY
-
-runs in the environment of its Python, where longctx is not installed. DOCUMENTS.json holds `packed` (the token ids of
-each document of one full row) and `pair` (three documents of one length: two and a replacement for the first). WAY is a
-key of `TRAINERS`. The last line that it prints is a JSON object of the results, or of the error that ended the step.
+`main` runs in an environment without longctx, so nothing of it is imported here.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -120,6 +115,14 @@ def leak(folder: str, pair: list[Ids], way: str) -> dict[str, float]:
 
 
 def main(folder: str, documents: str, way: str) -> None:
+    """Print a JSON object of the results, or of the error that ended the step, as the last line.
+
+    Args:
+        folder: of the model and its tokenizer.
+        documents: JSON file of `packed` (the token ids of each document of one full row) and `pair` (three documents of
+            one length: two and a replacement for the first).
+        way: a key of TRAINERS.
+    """
     torch.set_num_threads(1)
     given = json.loads(Path(documents).read_text())
     kernels = [name for name in ("fla", "causal_conv1d") if importlib.util.find_spec(name)]
@@ -128,7 +131,3 @@ def main(folder: str, documents: str, way: str) -> None:
     except Exception as error:
         found = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps(found | {"kernels": kernels}))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
