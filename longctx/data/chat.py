@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from longctx.data.columns import IGNORE_INDEX
 from longctx.data.encoders import Encoder, mask_prompt
-from longctx.data.errors import DataError, name_record
+from longctx.data.errors import DataError, name_record, say
 from longctx.data.kinds import ALPACA, kind_columns
 from longctx.data.messages import MASKS, alpaca_pair, is_empty, is_learnt, read_chat, without_nulls
 from longctx.data.rendered import (
@@ -33,9 +32,6 @@ from longctx.data.rendered import (
 from longctx.data.token_ids import token_ids
 from longctx.untrusted.confined import Bounds, OutOfBounds, confined
 from longctx.upstream.transformers_internals import tell_templates_time
-
-logger = logging.get_logger(__name__)
-
 
 _RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {
     "add_generation_prompt",
@@ -303,12 +299,12 @@ class ChatEncoder(Encoder):
         except Exception:  # a template may reject this chat and no other
             return
         if not has_end:
-            logger.warning(
+            say(
                 "No special token ends the assistant's turn in the chat template: the model may not learn to stop "
                 "where a chat ends with an answer. Use a template that writes one (--chat_template_path)."
             )
         elif not learns_it:
-            logger.warning(
+            say(
                 "The chat template leaves the assistant's end-of-turn token out of the loss: the model may not "
                 "learn to stop. Move the token into {% generation %} … {% endgeneration %}, or use every token."
             )

@@ -259,10 +259,9 @@ def notes_of(column: pa.ChunkedArray) -> Counter[str]:
     return notes
 
 
-def say(notes: Mapping[str, int]) -> None:
-    """Log notes with their numbers."""
-    for note, number in notes.items():
-        logger.warning(note.replace("{n}", f"{number:,}"))
+def in_words(notes: Mapping[str, int]) -> list[str]:
+    """Return notes with their numbers."""
+    return [note.replace("{n}", f"{number:,}") for note, number in notes.items()]
 
 
 class PretokenizedEncoder(Encoder):

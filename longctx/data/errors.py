@@ -5,6 +5,8 @@ Compressed files, and JSON of empty lists, are small on the disk and large once 
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import resource
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +16,8 @@ from typing import Any, Self, TypeVar
 
 from longctx.untrusted.confined import data_bytes
 
+logger = logging.getLogger(__name__)
+
 Part = TypeVar("Part")
 
 
@@ -22,6 +26,12 @@ class DataError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message.rpartition(f"{__name__}.DataError: ")[2].rstrip())  # without a worker's traceback
+
+
+def say(note: str, *, on_all_ranks: bool = False) -> None:
+    """Log what a user has to know of the data, on the first rank: the others have the same data."""
+    if on_all_ranks or os.environ.get("RANK", "0") == "0":
+        logger.warning(note)
 
 
 RECORD_BYTES = 1 << 28

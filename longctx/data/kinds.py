@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import pyarrow as pa
 from datasets import ClassLabel, Features, Json, LargeList, List, Value
-from transformers.utils import logging
 
 from longctx.data.columns import is_list_type
-from longctx.data.errors import DataError
-
-logger = logging.get_logger(__name__)
+from longctx.data.errors import DataError, say
 
 PER_TOKEN_COLUMNS = ("input_ids", "labels", "assistant_masks", "completion_mask")
 """Columns of pre-tokenised records that are read."""
@@ -138,7 +136,10 @@ def optional_columns(kind: str) -> tuple[str, ...]:
 def warn_of_unread_columns(columns: Collection[str], read: Collection[str]) -> None:
     """Name the columns that nothing reads, once."""
     if unread := sorted({*columns} - {*read}):
-        logger.warning_once(f"Columns of the records that are not read ({len(unread)}): {', '.join(unread)}.")
+        _say_once(f"Columns of the records that are not read ({len(unread)}): {', '.join(unread)}.")
+
+
+_say_once = cache(say)
 
 
 def check_unread_columns(columns: Collection[str], kind: str, is_kto: bool, where: str) -> None:

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from longctx.data.chat import FIRST_RECORDS, ChatEncoder
 from longctx.data.columns import TURN_ENDS, Document, document_lengths, token_columns
-from longctx.data.encoders import NOTES, Encoder, notes_of, say
-from longctx.data.errors import DataError, name_record, no_records, too_large, with_place
+from longctx.data.encoders import NOTES, Encoder, in_words, notes_of
+from longctx.data.errors import DataError, name_record, no_records, say, too_large, with_place
 from longctx.data.files import unlike_files
 from longctx.data.reading import RecordStream, as_stream
 from longctx.data.tokenize import choose_encoder, encoder_key, holds_target, no_targets
@@ -123,7 +123,8 @@ class DocumentStream:
         with self._place_named(numbers[0]):
             table = self.encoder(self.records.parse([record.raw for record in records]), numbers)
         notes = notes_of(table[NOTES])
-        say({f"Records {numbers[0]} to {numbers[-1]}: {note}": notes[note] for note in notes.keys() - self._said})
+        for note in in_words({note: notes[note] for note in notes if note not in self._said}):
+            say(f"Records {numbers[0]} to {numbers[-1]}: {note}", on_all_ranks=numbers[0] > 0)
         self._said |= notes.keys()
         return table.drop_columns([NOTES])
 

@@ -11,9 +11,8 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
-from transformers.utils import logging
 
-logger = logging.get_logger(__name__)
+from longctx.data.errors import say
 
 _CHARACTERS_AT_A_TIME = 1 << 20
 """Of a long text that are encoded in one call: the tokenizer needs over 100 bytes for each token meanwhile."""
@@ -87,7 +86,7 @@ def warn_of_eos(tokenizer: PreTrainedTokenizerBase) -> None:
     eos = str(tokenizer.eos_token or "")
     ids = token_ids(tokenizer, [eos], add_special_tokens=False)[0].tolist() if eos else []
     if eos and (ids != [tokenizer.eos_token_id] or eos.isalnum()):
-        logger.warning(
+        say(
             f"The EOS token {eos!r} is no special token: its text becomes the tokens {ids[:8]}, and its id is "
             f"{tokenizer.eos_token_id}. The model may not learn where a document ends. Name another one with "
             "--eos_token."

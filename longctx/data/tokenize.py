@@ -22,11 +22,11 @@ from longctx.data.encoders import (
     Encoder,
     PretokenizedEncoder,
     TextEncoder,
+    in_words,
     notes_of,
     one_chunk,
-    say,
 )
-from longctx.data.errors import DataError, no_records
+from longctx.data.errors import DataError, no_records, say
 from longctx.data.kinds import (
     ALPACA,
     CHECKED_COLUMNS,
@@ -107,7 +107,8 @@ def tokenize_records(
         now=now,
     )
     tokenized = _encode(dataset, encoder, num_proc)
-    say(notes_of(tokenized.data.column(NOTES)))
+    for note in in_words(notes_of(tokenized.data.column(NOTES))):
+        say(note)
     fingerprint, tokenized = tokenized._fingerprint, tokenized.remove_columns([NOTES])
     tokenized._fingerprint = fingerprint
     _check_targets(tokenized)

@@ -15,7 +15,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from longctx.data import DataError, document_lengths, load_records, stream_records, tokenize_records, tokenize_stream
 from longctx.data.chat import ChatEncoder
-from longctx.data.encoders import say
+from longctx.data.encoders import in_words
+from longctx.data.errors import say
 from longctx.data.tokenize import choose_encoder
 from longctx.model.tiny import tiny_tokenizer
 from longctx.packing import PackedDataset, PackedStream, plan_packing
@@ -67,7 +68,8 @@ def _texts(records, template: str, **options) -> list[tuple[str, str]]:
     tokenizer = _tokenizer(template)
     source, encoder = choose_encoder(Dataset.from_list(records, on_mixed_types="use_json"), tokenizer, **options)
     input_ids, labels, notes, _ = encoder.encode_noted(source[:], range(len(source)))
-    say(notes)
+    for note in in_words(notes):
+        say(note)
     return [
         (tokenizer.decode(ids), tokenizer.decode([token for token in row if token != -100]))
         for ids, row in zip(input_ids, labels or input_ids, strict=True)
