@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -15,9 +15,6 @@ from longctx.data import DataError
 from longctx.data.columns import INPUT_IDS, Document
 
 from .lookahead import LookAhead
-
-if TYPE_CHECKING:
-    from .streaming import PackedStream
 
 COUNTS = (
     "documents",
@@ -73,10 +70,11 @@ class Reader:
     """Reads a source once for several lanes.
 
     Args:
+        stream: a `PackedStream`, whose module imports this one.
         position: of all lanes, {} for the start.
     """
 
-    def __init__(self, stream: PackedStream, num_lanes: int, chosen: Sequence[int], position: Mapping[str, Any]):
+    def __init__(self, stream: Any, num_lanes: int, chosen: Sequence[int], position: Mapping[str, Any]):
         self.stream, self.num_lanes = stream, num_lanes
         self.places = np.arange(stream.capacity)
         self._queues: dict[int, deque[Document]] = {lane: deque() for lane in chosen}
