@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -16,9 +16,6 @@ from longctx.data.columns import INPUT_IDS, TURN_ENDS, Document
 
 from .lookahead import LookAhead
 from .overlong import whole_turns
-
-if TYPE_CHECKING:
-    from .streaming import PackedStream
 
 COUNTS = (
     "documents",
@@ -74,10 +71,11 @@ class Reader:
     """Reads a source once for several lanes.
 
     Args:
+        stream: a `PackedStream`, whose module imports this one.
         position: of all lanes, {} for the start.
     """
 
-    def __init__(self, stream: PackedStream, num_lanes: int, chosen: Sequence[int], position: Mapping[str, Any]):
+    def __init__(self, stream: Any, num_lanes: int, chosen: Sequence[int], position: Mapping[str, Any]):
         self.stream, self.num_lanes = stream, num_lanes
         self.places = np.arange(stream.capacity)
         self._queues: dict[int, deque[Document]] = {lane: deque() for lane in chosen}
