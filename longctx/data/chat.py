@@ -20,7 +20,7 @@ from longctx.data.columns import IGNORE_INDEX
 from longctx.data.encoders import Encoder, mask_prompt
 from longctx.data.errors import DataError, name_record, say
 from longctx.data.kinds import ALPACA, kind_columns
-from longctx.data.messages import MASKS, alpaca_pair, is_empty, is_learnt, read_chat, without_nulls
+from longctx.data.messages import MASKS, alpaca_pair, check_text, is_empty, is_learnt, read_chat, without_nulls
 from longctx.data.rendered import (
     check_calls,
     check_messages,
@@ -76,16 +76,12 @@ class ChatEncoder(Encoder):
         """Whether records come from Arrow structs. There, every record has the keys of all records, with null for its
         missing ones."""
 
-    @property
-    def template(self) -> str:
-        """The template that is rendered; the default one, of several."""
-        template = self.chat_template or self.tokenizer.chat_template
-        return str(template.get("default", "") if isinstance(template, dict) else template)
-
     def tell_time(self, now: datetime) -> None:
         """Let the template take this for the present. What it can show of the time becomes part of the options."""
-        if "strftime_now" in self.template:
-            self.now, self.times = now, _times_shown(self.template, now)
+        given = self.chat_template or self.tokenizer.chat_template
+        template = "".join(given.values()) if isinstance(given, dict) else str(given)
+        if "strftime_now" in template:
+            self.now, self.times = now, _times_shown(template, now)
 
     def encode(self, batch: dict[str, list[Any]], indices: Any) -> tuple[list, list | None]:
         if self.now is not None:
@@ -104,14 +100,28 @@ class ChatEncoder(Encoder):
             record, columns = alpaca_pair(record, where, as_chat=True), ("prompt", "completion")
         chats = [self._read(record[column], column, index) for column in columns]
         if not is_empty(record.get("system")) and self.kind == "conversations":
-            chats[0].insert(0, {"role": "system", "content": record["system"]})
+            if chats[0][0]["role"] != "system":
+                check_text(record["system"], "system", where)
+                chats[0].insert(0, {"role": "system", "content": record["system"]})
+            elif chats[0][0]["content"] != record["system"]:
+                raise DataError(
+                    f"{where}: 'system' is {str(record['system'])[:60]!r}, and the chat begins with another system "
+                    "message. Keep one of them."
+                )
         chat, options = [message for part in chats for message in part], self._template_options(record, index)
         chat, text = self._write(chat, index, options)
-        obeyed = self._masks_of_markers()
+        obeyed = self._masks_of_markers(options["chat_template"])
         not_learnt = [place for place, message in enumerate(chat) if not is_learnt(message, where, obeyed)]
-        thoughts = [match.span() for match in _EMPTY_THOUGHT.finditer(text)]
-        derives = self.assistant_only and not _MARKERS.search(self.template)
-        if not (derives or not_learnt or thoughts or self.gives_turns):
+        assert self.masked or not not_learnt, "documents of messages with masks have labels"
+        derives = self.assistant_only and not _MARKERS.search(options["chat_template"])
+        finds_turns, is_fast = derives or bool(not_learnt) or self.gives_turns, self.tokenizer.is_fast
+        if finds_turns and not is_fast:
+            raise DataError(
+                f"{where}: the tokenizer is a slow one, which does not say where in the text its tokens stand, so that "
+                "turns cannot be told apart. Use a fast one (tokenizer.json)."
+            )
+        thoughts = [match.span() for match in _EMPTY_THOUGHT.finditer(text)] if is_fast else []
+        if not (finds_turns or thoughts):
             (ids,), offsets = token_ids(self.tokenizer, [text], add_special_tokens=False), np.zeros((0, 2), np.int64)
         else:
             out = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -163,7 +173,8 @@ class ChatEncoder(Encoder):
                 f"{name_record(index)}: 'chat_template_kwargs' sets {reserved[0]}, which would replace the template or "
                 "cut tokens off. Leave only the variables of the template there."
             )
-        return {"chat_template": self.chat_template, "tools": tools or None, **keywords}
+        template = self.tokenizer.get_chat_template(self.chat_template, tools or None)  # of several, that for tools
+        return {"chat_template": template, "tools": tools or None, **keywords}
 
     def _write(self, chat: list[dict[str, Any]], index: int, options: dict[str, Any]) -> tuple[list[dict], str]:
         """Return a conversation as the template takes its calls, and its text, of which nothing is missing unsaid."""
@@ -178,8 +189,8 @@ class ChatEncoder(Encoder):
                 shown = self._apply(with_text_arguments(marked), options)
             check_calls(calls, shown, name_record(index))
         text = self._render(chat, index, options)
-        check_messages(chat, self.template, text, name_record(index))
-        self.notes += left_out(chat, options["tools"], self.template, text)
+        check_messages(chat, options["chat_template"], text, name_record(index))
+        self.notes += left_out(chat, options["tools"], options["chat_template"], text)
         return chat, text
 
     def _render(self, chat: list[dict[str, Any]], index: int, options: dict[str, Any]) -> str:
@@ -217,9 +228,9 @@ class ChatEncoder(Encoder):
         self._check_again(marked, index, mask)
         return np.asarray(marked, dtype=bool)
 
-    def _masks_of_markers(self) -> list[str]:
+    def _masks_of_markers(self, template: str) -> list[str]:
         """Return the masks of messages that decide where the template writes its generation markers."""
-        code = re.sub(r"\{#.*?#\}", "", self.template, flags=re.DOTALL)
+        code = re.sub(r"\{#.*?#\}", "", template, flags=re.DOTALL)
         if not (self.assistant_only and _MARKERS.search(code)):
             return []
         return [name for name in MASKS if re.search(rf"\.{name}\b|['\"]{name}['\"]", code)]
@@ -239,7 +250,10 @@ class ChatEncoder(Encoder):
         """
         ends = []
         for stop, prompt in ((place, prompted), (place + 1, False)):
-            before = self._apply(chat[:stop], options | {"add_generation_prompt": prompt}) if stop or prompt else ""
+            if stop:
+                before = self._apply(chat[:stop], options | {"add_generation_prompt": prompt})
+            else:
+                before = self._first_prompt(chat[:1], index, options) if prompt else ""
             if not text.startswith(before):
                 same = next(at for at, character in enumerate(before) if text[at : at + 1] != character)
                 raise DataError(
@@ -252,6 +266,19 @@ class ChatEncoder(Encoder):
                 )
             ends.append(len(before))
         return ends[0], ends[1]
+
+    def _first_prompt(self, answer: list[dict[str, Any]], index: int, options: dict[str, Any]) -> str:
+        """Return the text before an answer with which a chat begins: it ends with the generation prompt."""
+        text = self._apply(answer, options)
+        prompt = self._apply(answer, dict(options, add_generation_prompt=True)).removeprefix(text)
+        before, found, _ = text.partition(prompt) if prompt else ("", "", "")
+        if not found:
+            raise DataError(
+                f"{name_record(index)}: the chat begins with an answer, which the chat template does not write after "
+                "its generation prompt, so that its tokens cannot be told apart. Put a user's message before it, or "
+                "remove it."
+            )
+        return before + found
 
     @contextmanager
     def _rejection_named(self, index: int) -> Iterator[None]:
@@ -350,7 +377,7 @@ def turns_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
     try:
         tokenizer.chat_template = chat_template or given
         return get_training_chat_template(tokenizer)
-    except ValueError:  # it knows none
+    except (ValueError, KeyError):  # it knows none, or there is no default one among several
         return chat_template
     finally:
         tokenizer.chat_template = given

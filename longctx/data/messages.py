@@ -100,6 +100,10 @@ def _read_message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
                 f"{where} has a part of the type '{media_type}', and longctx trains on text alone. Remove the part, or "
                 "the record."
             )
+    if not isinstance(content, str | list | None) and message["role"] != "tool":
+        check_text(content, "content", where)
+    for key in REASONING:
+        check_text(message.get(key, ""), key, where)
     if content is None and message["role"] != "tool" and not any(key in message for key in (*CALLS, *REASONING)):
         raise DataError(f"{where}, of the role {message['role']!r}, has no content. Correct or remove the record.")
     message["content"] = content or ""
@@ -139,14 +143,15 @@ def _sharegpt_turn(name: object, value: object, where: str) -> dict[str, Any]:
 
 
 def _read_call(call: object, where: str) -> dict[str, Any]:
-    """Return a call with its arguments as an object, unless they are no JSON object."""
+    """Return a call with its arguments as an object, an empty one for none, unless they are other text."""
     function = call.get("function") or call if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict):
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(
             f"{where} calls a tool with {str(call)[:60]!r}; expected an object with a name and arguments. Correct or "
             "remove the record."
         )
-    arguments = _from_json(function.get("arguments"))
+    arguments = function.get("arguments")
+    arguments = {} if is_empty(arguments) else _from_json(arguments)
     return with_arguments(call, arguments) if isinstance(arguments, dict) else call
 
 

@@ -98,7 +98,7 @@ def check_messages(chat: list[dict[str, Any]], template: str, text: str, where: 
     """Refuse roles that the template does not know, and messages that it does not render.
 
     Answers and tools' results are not searched for, because templates may cut off the reasoning of an answer and
-    reformat a result; `left_out` counts answers.
+    reformat a result; `left_out` counts them.
     """
     position = 0
     for message in chat:
@@ -109,7 +109,7 @@ def check_messages(chat: list[dict[str, Any]], template: str, text: str, where: 
                 f"{where}: the chat template does not know the role '{role}'. Call it '{usual}', or use a "
                 "template that knows it (--chat_template_path)."
             )
-        if isinstance(content, list) and str(content) in text:
+        if isinstance(content, list | dict) and str(content) in text:
             raise DataError(
                 f"{where}: the chat template does not know messages of several parts, and would write "
                 f"{str(content)[:60]!r} into the text. Write the content as a string, or use another template "
@@ -128,10 +128,16 @@ def check_messages(chat: list[dict[str, Any]], template: str, text: str, where: 
 
 
 def _texts(content: Any) -> Iterator[str]:
-    for part in content if isinstance(content, list) else [content]:
-        text = part.get("text") if isinstance(part, Mapping) else part
-        if isinstance(text, str):
-            yield text
+    """Yield the texts of a content, of its parts, and of what parts of other types hold, such as thoughts."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, Mapping):
+        text = content.get("text")
+        others = [part for key, part in content.items() if key != "type"]
+        yield from _texts(text if isinstance(text, str) else others)
+    elif isinstance(content, list):
+        for part in content:
+            yield from _texts(part)
 
 
 def left_out(chat: list[dict[str, Any]], tools: Any, template: str, text: str) -> Counter[str]:
@@ -141,6 +147,11 @@ def left_out(chat: list[dict[str, Any]], tools: Any, template: str, text: str) -
         for key in sorted(message.keys() - _READ_HERE)[:_MOST_KEYS]:
             if not re.search(rf"\b{re.escape(key)}\b", template):
                 notes[f"The chat template does not read the key {key!r} of messages; {{n}} of them have it."] += 1
+        if message["role"] == "tool":
+            notes["The chat template leaves out {n} of the results of tools: the model does not see them."] += any(
+                said.strip() not in text and json.dumps(said.strip(), ensure_ascii=False)[1:-1] not in text
+                for said in _texts(message["content"])
+            )
         if message["role"] != "assistant":
             continue
         thoughts = [message[key] for key in REASONING if isinstance(message.get(key), str)]

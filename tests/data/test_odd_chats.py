@@ -1,0 +1,106 @@
+"""Chats as nobody should write them: read as they are meant, or refused with the number of the record."""
+
+from __future__ import annotations
+
+import pytest
+from datasets import Dataset
+from transformers import CanineTokenizer
+
+from longctx.data import DataError
+from longctx.data.tokenize import choose_encoder
+from tests.data.chat_shapes import TOOLS, TURNS, assistant, calls, user
+from tests.data.test_chats import CHATML, _said, _texts, _tokenizer
+
+SHAREGPT = [{"from": "system", "value": "x y"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+NAMELESS = [{"function": {"arguments": {}}}]
+REFUSED = [
+    *(({"messages": [user("a"), assistant(value)]}, "'content' is") for value in (0, 1.5, False, {"text": "b"})),
+    ({"messages": [user(3), assistant("b")]}, "'content' is int ('3'); expected a string"),
+    ({"messages": [user("a"), assistant("b", reasoning_content=3)]}, "'reasoning_content' is int"),
+    ({"messages": [user("a"), assistant("b", thinking=["c"])]}, "'thinking' is list"),
+    ({"messages": [user("a"), assistant("b", tool_calls=NAMELESS)]}, "expected an object with a name and arguments"),
+    ({"messages": [user("a"), {"role": "tool", "content": {"b": "c"}}]}, "does not know messages of several parts"),
+    ({"conversations": SHAREGPT, "system": "other"}, "'system' is 'other', and the chat begins with another system"),
+    ({"conversations": SHAREGPT[1:], "system": 7}, "'system' is int"),
+]
+
+
+@pytest.mark.parametrize(("record", "message"), REFUSED)
+def test_values_of_other_types_are_refused(record, message) -> None:
+    with pytest.raises(DataError, match=r"^record 0 ") as refused:
+        _texts([record], "qwen2_5")
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_system_message_that_is_given_twice_is_learnt_once() -> None:
+    [once] = _texts([{"conversations": SHAREGPT}], "chatml")
+    assert _texts([{"conversations": SHAREGPT, "system": "x y"}], "chatml") == [once]
+
+
+@pytest.mark.parametrize("arguments", [None, "", "{}"])
+def test_a_call_without_arguments_has_an_empty_object(arguments) -> None:
+    [[text, _]] = _texts([{"messages": [user("a"), assistant("", tool_calls=calls(arguments))]}], "qwen2_5")
+    assert '{"name": "lift", "arguments": {}}' in text
+
+
+def test_results_and_thoughts_that_a_template_leaves_out_are_said(caplog) -> None:
+    parts = [{"type": "thinking", "thinking": "hidden"}, {"type": "text", "text": "b"}]
+    said = _said([{"messages": [user("a"), assistant(parts)]}], caplog, "gemma3")
+    assert "leaves out the text of 1 of the assistant's turns" in said
+    chat = [user("a"), assistant("", tool_calls=calls({})), {"role": "tool", "content": '{"ü": "\n"}'}, assistant("b")]
+    for template in ("qwen3", "gptoss", "llama3_1"):
+        assert "results of tools" not in _said([{"messages": chat, "tools": TOOLS}], caplog, template)
+    for content in ({"b": "hidden"}, [{"type": "text", "text": "hidden"}]):
+        chat[2] = {"role": "tool", "content": content}
+        assert "leaves out 1 of the results of tools" in _said([{"messages": chat}], caplog, "qwen3")
+
+
+@pytest.mark.parametrize(
+    ("template", "end"), [("chatml", "<|im_end|>\n"), ("llama3_1", "<|eot_id|>"), ("gemma4", "<turn|>\n")]
+)
+def test_a_chat_may_begin_with_an_answer(template, end) -> None:
+    [[_, learnt]] = _texts([{"messages": TURNS[1:]}], template, assistant_only_loss=True)
+    assert learnt == f"c d{end}f g{end}"
+
+
+def test_an_answer_after_no_prompt_is_refused() -> None:
+    with pytest.raises(DataError, match="the chat begins with an answer, which the chat template does not write after"):
+        _texts([{"messages": TURNS[1:]}], "mistral", assistant_only_loss=True)
+
+
+def _learnt(tokenizer, record, **options) -> str:
+    source, encoder = choose_encoder(Dataset.from_list([record], on_mixed_types="use_json"), tokenizer, **options)
+    _, [labels], *_ = encoder.encode_noted(source[:], [0])
+    return tokenizer.decode([token for token in labels if token != -100])
+
+
+def test_of_several_templates_the_one_that_is_rendered_says_where_turns_are() -> None:
+    """Transformers takes the template `tool_use` for records with tools."""
+    marked = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    tokenizer = _tokenizer("chatml")
+    for default, for_tools, learnt in (
+        (CHATML, marked, ("c d<|im_end|>\n", "a bc d")),
+        (marked, CHATML, ("a bc d", "c d<|im_end|>\n")),
+    ):
+        tokenizer.chat_template = {"default": default, "tool_use": for_tools}
+        for tools, expected in zip(([], TOOLS), learnt, strict=True):
+            record = {"messages": TURNS[:2], "tools": tools}
+            assert _learnt(tokenizer, record, assistant_only_loss=True) == expected
+    tokenizer.chat_template = {"rag": CHATML}
+    with pytest.raises(DataError, match=r"^record 0 .* multiple chat templates with no default"):
+        _learnt(tokenizer, {"messages": TURNS[:2]}, assistant_only_loss=True)
+
+
+def test_turns_need_a_tokenizer_that_says_where_its_tokens_stand() -> None:
+    tokenizer = CanineTokenizer(eos_token="\ue001")
+    tokenizer.chat_template = CHATML.replace("assistant\\n", "assistant\\n<think></think>")
+    source, encoder = choose_encoder(Dataset.from_list([{"messages": TURNS[:2]}]), tokenizer)
+    [ids], *_ = encoder.encode_noted(source[:], [0])
+    assert len(ids) > len("a bc d")
+    for record, options in (
+        ({"messages": TURNS[:2]}, {"assistant_only_loss": True}),
+        ({"messages": [TURNS[0], TURNS[1] | {"weight": 0}]}, {}),
+    ):
+        with pytest.raises(DataError, match=r"^record 0 .*: the tokenizer is a slow one"):
+            _learnt(tokenizer, record, **options)
