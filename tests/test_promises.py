@@ -24,7 +24,7 @@ TABLES = ROOT / "tests" / "promises"
 ROWS = {
     "README": 55,
     "checkpoints": 102,
-    "data": 91,
+    "data": 92,
     "help": 68,
     "launch": 53,
     "limits": 56,

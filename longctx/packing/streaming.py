@@ -29,7 +29,7 @@ class PackedStream:
     Iterating gives the rows of all documents in one order. `lanes` divides the documents into lanes, each of which is
     packed by itself, so that the processes of a run share the work of reading.
 
-        7 documents in 3 lanes    lane 0: 0 3 6    lane 1: 1 4    lane 2: 2 5
+        7 documents in 3 lanes    lane 0: 0 5    lane 1: 1 3    lane 2: 2 4 6
 
     `position()` between two rows says where the stream stands; `go_on_from` makes a stream over the same source go on
     with the next row.
@@ -95,8 +95,8 @@ class PackedStream:
     ) -> dict[int, Lane]:
         """Return lanes by number, which read the source together, from its start or from a position.
 
-        Document k is in lane k mod `num_lanes`. A lane's rows depend neither on the other lanes nor on which of them
-        are chosen here.
+        `lane_of` says which documents are in which lane. A lane's rows depend neither on the other lanes nor on which
+        of them are chosen here.
 
         Args:
             chosen: numbers of the lanes whose documents are read; those of others are passed over, and not tokenised.

@@ -16,6 +16,7 @@ from longctx.collate import SequenceCollator
 from longctx.data import DataError
 from longctx.data.columns import Document
 from longctx.packing import PackedDataset, PackedStream, pack
+from longctx.packing.lanes import lane_of
 from longctx.packing.lookahead import LookAhead
 from longctx.training.data_order import StepStream, StreamLoader
 
@@ -202,7 +203,10 @@ class Run:
 def lanes_of(lengths, size, **options):
     """The token ids of the rows of each lane, each by itself."""
     documents = make_documents(lengths)
-    return [ids_of(PackedStream(documents[lane::size], **options)) for lane in range(size)]
+    return [
+        ids_of(PackedStream([d for k, d in enumerate(documents) if lane_of(k, size) == lane], **options))
+        for lane in range(size)
+    ]
 
 
 @settings(max_examples=100, deadline=None)
@@ -269,10 +273,17 @@ def test_a_rank_tokenises_its_own_lanes_alone():
         read.clear()
         steps = step_stream(PackedStream(Source(), 10), (1, 4, 2), rank)
         list(itertools.islice(steps, 12))
-        assert sorted(read) == [number for number in range(64) if number % 4 == rank]
+        assert sorted(read) == [number for number in range(64) if lane_of(number, 8) % 4 == rank]
     read.clear()
     PackedStream(Source(), 10).lanes(8, [3])[3].take()
-    assert {number % 8 for number in read} == {3}
+    assert {lane_of(number, 8) for number in read} == {3}
+
+
+def test_documents_that_are_long_at_regular_intervals_fill_all_lanes_alike():
+    lengths = [90, 10] * 400
+    for size in (2, 8):
+        rows = [len(lane) for lane in lanes_of(lengths, size, capacity=100)]
+        assert max(rows) - min(rows) <= 1
 
 
 def test_a_position_in_other_documents_is_refused():

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from longctx.packing import PackedStream
+from longctx.packing.lanes import lane_of
 from longctx.train import main
 from longctx.training.checkpoint.files import read_manifest, write_manifest
 from tests.reference import train_reference
@@ -67,11 +68,12 @@ def steps_of(documents, packing):
     source = [{"input_ids": ids, "labels": labels} for ids, labels in documents]
     lanes = []
     for lane in range(ROWS_A_STEP):
+        own = [number for number in range(len(documents)) if lane_of(number, ROWS_A_STEP) == lane]
         if packing == "single":
-            lanes.append([[document] for document in documents[lane::ROWS_A_STEP] if len(document[0]) <= MAX_LENGTH])
+            lanes.append([[documents[number]] for number in own if len(documents[number][0]) <= MAX_LENGTH])
         else:
-            own = PackedStream(source[lane::ROWS_A_STEP], MAX_LENGTH, overlong="split")
-            lanes.append([documents_of(row) for row in own])
+            rows = PackedStream([source[number] for number in own], MAX_LENGTH, overlong="split")
+            lanes.append([documents_of(row) for row in rows])
     assert len({*map(len, lanes)}) > 1
     steps = [[document for row in step for document in row] for step in zip_longest(*lanes, fillvalue=[])]
     assert len(steps) < STEPS
