@@ -138,7 +138,8 @@ def plan_packing(
     elif overlong == "drop":
         kept = np.where(too_long, 0, array)
     elif overlong == "turns":
-        assert turn_ends is not None, "documents of turns"
+        if turn_ends is None:
+            raise ValueError("overlong='turns' needs the turn_ends of the documents; choose another value for text")
         kept = array.copy()
         for document in np.flatnonzero(too_long):
             kept[document] = whole_turns(turn_ends[int(document)], capacity)
