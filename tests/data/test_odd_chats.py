@@ -94,7 +94,7 @@ def test_of_several_templates_the_one_that_is_rendered_says_where_turns_are() ->
 
 def test_turns_need_a_tokenizer_that_says_where_its_tokens_stand() -> None:
     tokenizer = CanineTokenizer(eos_token="\ue001")
-    tokenizer.chat_template = CHATML.replace("assistant\\n", "assistant\\n<think></think>")
+    tokenizer.chat_template = CHATML.replace("m.content", "'<think></think>' + m.content")
     source, encoder = choose_encoder(Dataset.from_list([{"messages": TURNS[:2]}]), tokenizer)
     [ids], *_ = encoder.encode_noted(source[:], [0])
     assert len(ids) > len("a bc d")
