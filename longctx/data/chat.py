@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from datetime import datetime
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -126,6 +127,7 @@ class ChatEncoder(Encoder):
         else:
             out = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             ids, offsets = np.asarray(out["input_ids"], np.int64), np.asarray(out["offset_mapping"]).reshape(-1, 2)
+        end = partial(self._end, chat, text=text, index=index, options=options)
         learnt = np.ones(len(ids), dtype=bool)
         if self.masks_prompt:
             asked = self._render(chat[: len(chats[0])], index, options | {"add_generation_prompt": True})
@@ -133,11 +135,11 @@ class ChatEncoder(Encoder):
             learnt &= mask_prompt(ids, prompt) != IGNORE_INDEX
         if derives:
             turns = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
-            spans = [self._turn(chat, place, text, index, options, prompted=True) for place in turns]
+            spans = [(end(place, prompted=True), end(place + 1)) for place in turns]
             learnt &= _within(spans, offsets)
         elif self.assistant_only:
             learnt &= self._marked(chat, index, options)
-        spans = [self._turn(chat, place, text, index, options, prompted=False) for place in not_learnt]
+        spans = [(end(place), end(place + 1)) for place in not_learnt]
         learnt &= ~_within(spans, offsets)
         if thoughts and not any("<think>" in str(message) for message in chat):
             self.notes[
@@ -145,7 +147,7 @@ class ChatEncoder(Encoder):
                 "reasoning, are trained on, as in TRL."
             ] += int((learnt & _within(thoughts, offsets)).sum())
         if self.gives_turns:
-            ends = [self._turn(chat, place, text, index, options, prompted=False)[1] for place in range(len(chat))]
+            ends = [end(place + 1) for place in range(len(chat))]
             self.turn_ends.append(np.searchsorted(offsets[:, 1], ends, side="right"))
         return ids, np.where(learnt, ids, IGNORE_INDEX)
 
@@ -235,37 +237,39 @@ class ChatEncoder(Encoder):
             return []
         return [name for name in MASKS if re.search(rf"\.{name}\b|['\"]{name}['\"]", code)]
 
-    def _turn(
-        self, chat: list[dict[str, Any]], place: int, text: str, index: int, options: dict[str, Any], *, prompted: bool
-    ) -> tuple[int, int]:
-        """Return the first character of a message's turn in the text of the conversation, and the end.
-
-        The text must begin with that of the messages before the turn, and with that of the messages up to its end.
+    def _end(
+        self,
+        chat: list[dict[str, Any]],
+        stop: int,
+        text: str,
+        index: int,
+        options: dict[str, Any],
+        *,
+        prompted: bool = False,
+    ) -> int:
+        """Return where the text of the first messages ends, which that of the whole conversation must begin with.
 
         Args:
-            prompted: whether the turn begins after the generation prompt, which the model does not write.
+            stop: number of these messages.
+            prompted: whether the generation prompt follows them, which the model does not write.
 
         Raises:
             DataError: for a template that writes a turn differently if others follow, or after another prompt.
         """
-        ends = []
-        for stop, prompt in ((place, prompted), (place + 1, False)):
-            if stop:
-                before = self._apply(chat[:stop], options | {"add_generation_prompt": prompt})
-            else:
-                before = self._first_prompt(chat[:1], index, options) if prompt else ""
-            if not text.startswith(before):
-                same = next(at for at, character in enumerate(before) if text[at : at + 1] != character)
-                raise DataError(
-                    f"{name_record(index)}: the chat template writes {before[same : same + 30]!r} where "
-                    f"{'an answer is asked for' if prompt else 'the chat ends'} after message {stop - 1} (counted from "
-                    f"0), and {text[same : same + 30]!r} in the whole chat, so that the tokens of message {place} "
-                    "cannot be told apart. Put the assistant's turn, with its end-of-turn token, between "
-                    "{% generation %} and {% endgeneration %}, write each turn in the same way wherever it stands, and "
-                    "pass the template with --chat_template_path."
-                )
-            ends.append(len(before))
-        return ends[0], ends[1]
+        if stop:
+            before = self._apply(chat[:stop], options | {"add_generation_prompt": prompted})
+        else:
+            before = self._first_prompt(chat[:1], index, options) if prompted else ""
+        if not text.startswith(before):
+            same = next(at for at, character in enumerate(before) if text[at : at + 1] != character)
+            raise DataError(
+                f"{name_record(index)}: the chat template writes {before[same : same + 30]!r} where "
+                f"{'an answer is asked for' if prompted else 'the chat ends'} after message {stop - 1} (counted from "
+                f"0), and {text[same : same + 30]!r} in the whole chat, so that turns cannot be told apart. Put the "
+                "assistant's turn, with its end-of-turn token, between {% generation %} and {% endgeneration %}, write "
+                "each turn in the same way wherever it stands, and pass the template with --chat_template_path."
+            )
+        return len(before)
 
     def _first_prompt(self, answer: list[dict[str, Any]], index: int, options: dict[str, Any]) -> str:
         """Return the text before an answer with which a chat begins: it ends with the generation prompt."""
