@@ -19,6 +19,7 @@ REFUSED = [
     ({"messages": [user("a"), assistant("b", reasoning_content=3)]}, "'reasoning_content' is int"),
     ({"messages": [user("a"), assistant("b", thinking=["c"])]}, "'thinking' is list"),
     ({"messages": [user("a"), assistant("b", tool_calls=NAMELESS)]}, "expected an object with a name and arguments"),
+    ({"messages": [user("a"), assistant("b", tool_calls={"name": "f"})]}, "tool_calls"),
     ({"messages": [user("a"), {"role": "tool", "content": {"b": "c"}}]}, "does not know messages of several parts"),
     ({"conversations": SHAREGPT, "system": "other"}, "'system' is 'other', and the chat begins with another system"),
     ({"conversations": SHAREGPT[1:], "system": 7}, "'system' is int"),

@@ -211,6 +211,12 @@ def test_an_answer_that_the_template_leaves_out_is_refused():
         tokenize_records(Dataset.from_list(CHATS), tiny_tokenizer(), text_field=PAIRS, chat_template=template)
 
 
+def test_masks_of_answers_are_refused():
+    masked = [{**pair, "chosen": [{**pair["chosen"][0], "weight": 0}, *pair["chosen"][1:]]} for pair in CHATS[:1]]
+    with pytest.raises(DataError, match=r"record 0.*: a message of an answer has a mask"):
+        tokenize_records(Dataset.from_list(masked), tiny_tokenizer(), text_field=PAIRS)
+
+
 NAMED = ["--model_name_or_path", "tiny", "--dataset_name", "pairs.jsonl"]
 
 

@@ -292,6 +292,8 @@ def test_overlong_error_weighs_the_choices() -> None:
     assert "--overlong split     makes 5 pieces of them, 0 tokens lost" in message
     for strategy in ("bfd_split", "wrapped"):  # these cut by themselves
         assert plan_packing([4, 25], 10, strategy=strategy)[1].tokens_kept == 29
+    with pytest.raises(ValueError, match="needs the turn_ends of the documents"):
+        plan_packing([11], 10, overlong="turns")
     with pytest.raises(ValueError, match="'keep'"):
         plan_packing([1], 10, overlong="keep")
 
