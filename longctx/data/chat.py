@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import datetime
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
@@ -25,6 +26,7 @@ from longctx.data.messages import MASKS, alpaca_pair, check_text, is_empty, is_l
 from longctx.data.rendered import (
     check_calls,
     check_messages,
+    check_within,
     left_out,
     shows_python,
     with_marked_calls,
@@ -73,9 +75,8 @@ class ChatEncoder(Encoder):
         self.assistant_only = assistant_only
         self.masks_prompt = masks_prompt
         self.masked = assistant_only or masks_prompt
-        self.has_nulls_of_structs = False
-        """Whether records come from Arrow structs. There, every record has the keys of all records, with null for its
-        missing ones."""
+        self.structs: list[str] = []
+        """Columns of Arrow structs. There, every record has the keys of all records, with null for its missing ones."""
 
     def tell_time(self, now: datetime) -> None:
         """Let the template take this for the present. What it can show of the time becomes part of the options."""
@@ -97,6 +98,7 @@ class ChatEncoder(Encoder):
 
     def _encode_one(self, record: dict[str, Any], index: int) -> tuple[np.ndarray, np.ndarray]:
         where, columns = name_record(index), kind_columns(self.kind)
+        options = self._template_options(record, index)
         if self.kind == ALPACA:
             record, columns = alpaca_pair(record, where, as_chat=True), ("prompt", "completion")
         chats = [self._read(record[column], column, index) for column in columns]
@@ -109,8 +111,7 @@ class ChatEncoder(Encoder):
                     f"{where}: 'system' is {str(record['system'])[:60]!r}, and the chat begins with another system "
                     "message. Keep one of them."
                 )
-        chat, options = [message for part in chats for message in part], self._template_options(record, index)
-        chat, text = self._write(chat, index, options)
+        chat, text = self._write([message for part in chats for message in part], index, options)
         obeyed = self._masks_of_markers(options["chat_template"])
         not_learnt = [place for place, message in enumerate(chat) if not is_learnt(message, where, obeyed)]
         assert self.masked or not not_learnt, "documents of messages with masks have labels"
@@ -127,7 +128,7 @@ class ChatEncoder(Encoder):
         else:
             out = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             ids, offsets = np.asarray(out["input_ids"], np.int64), np.asarray(out["offset_mapping"]).reshape(-1, 2)
-        end = partial(self._end, chat, text=text, index=index, options=options)
+        end = cache(partial(self._end, chat, text=text, index=index, options=options))
         learnt = np.ones(len(ids), dtype=bool)
         if self.masks_prompt:
             asked = self._render(chat[: len(chats[0])], index, options | {"add_generation_prompt": True})
@@ -140,6 +141,8 @@ class ChatEncoder(Encoder):
         elif self.assistant_only:
             learnt &= self._marked(chat, index, options)
         spans = [(end(place), end(place + 1)) for place in not_learnt]
+        for place, (start, stop) in zip(not_learnt, spans, strict=True):
+            check_within(chat[place], text[start:stop], where)
         learnt &= ~_within(spans, offsets)
         if thoughts and not any("<think>" in str(message) for message in chat):
             self.notes[
@@ -147,24 +150,35 @@ class ChatEncoder(Encoder):
                 "reasoning, are trained on, as in TRL."
             ] += int((learnt & _within(thoughts, offsets)).sum())
         if self.gives_turns:
-            ends = [end(place + 1) for place in range(len(chat))]
+            ends = [*self._separable(chat, text, end), len(text)]
             self.turn_ends.append(np.searchsorted(offsets[:, 1], ends, side="right"))
         return ids, np.where(learnt, ids, IGNORE_INDEX)
 
+    @staticmethod
+    def _separable(chat: list[dict[str, Any]], text: str, end: Callable[[int], int]) -> Iterator[int]:
+        """Yield the ends of turns, but for the last, after which the text of all messages before is whole."""
+        start = 0
+        for stop in range(1, len(chat)):
+            with suppress(DataError):  # with the next turn, it is one
+                check_within(chat[stop - 1], text[start : end(stop)], "")
+                start = end(stop)
+                yield start
+
     def _read(self, value: object, column: str, index: int) -> list[dict[str, Any]]:
-        return read_chat(value, column, name_record(index), is_struct=self.has_nulls_of_structs)
+        return read_chat(value, column, name_record(index), is_struct=column in self.structs)
 
     def _template_options(self, record: dict[str, Any], index: int) -> dict[str, Any]:
-        tools = record.get("tools")
+        tools, keywords = (
+            without_nulls(record.get(column)) if column in self.structs else record.get(column)
+            for column in ("tools", "chat_template_kwargs")
+        )
         try:
             tools = json.loads(tools) if isinstance(tools, str) and tools else tools
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{name_record(index)}: 'tools' is not JSON ({error}): {str(tools)[:60]!r}. Correct or remove it."
             ) from None
-        if self.has_nulls_of_structs:
-            tools = without_nulls(tools)
-        keywords = record.get("chat_template_kwargs") or {}
+        keywords = keywords or {}
         if not isinstance(keywords, dict):
             raise DataError(
                 f"{name_record(index)}: 'chat_template_kwargs' is {str(keywords)[:60]!r}; expected an object of names "
@@ -184,9 +198,9 @@ class ChatEncoder(Encoder):
         if calls:
             try:
                 shown = self._apply(marked, options)
-            except TypeError:  # it joins arguments to a text
+            except (TypeError, AttributeError, TemplateError):  # it takes arguments for a text
                 shown = None
-            if shown is None or shows_python(marked, shown):
+            if shown is None or shows_python(calls, shown):
                 chat = with_text_arguments(chat)
                 shown = self._apply(with_text_arguments(marked), options)
             check_calls(calls, shown, name_record(index))
@@ -287,8 +301,6 @@ class ChatEncoder(Encoder):
     @contextmanager
     def _rejection_named(self, index: int) -> Iterator[None]:
         """Name the record in what a template raises."""
-        from jinja2 import TemplateError
-
         try:
             yield
         except DataError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -233,19 +232,23 @@ class TextEncoder(Encoder):
         """
         eos, bos = str(self.tokenizer.eos_token), self.tokenizer.bos_token
         ended = [text if text.endswith(eos) or not ends else text + eos for text in texts]
+        ids_of_nothing, *encoded = token_ids(self.tokenizer, ["", *ended])
+        adds_bos = bos is not None and ids_of_nothing[:1].tolist() == [self.tokenizer.bos_token_id]
         made = []
-        for text, given, ids in zip(ended, texts, token_ids(self.tokenizer, ended), strict=True):
-            has_bos = bos is not None and given.startswith(str(bos))
-            starts_twice = has_bos and bool((ids[:2] == self.tokenizer.bos_token_id).all()) and len(ids) > 1
-            num_eos = next(times for times in count() if not text.endswith(eos * (times + 1)))
-            others = np.flatnonzero(ids != self.tokenizer.eos_token_id)
-            too_many = max(len(ids) - 1 - int(others.max(initial=-1)) - num_eos, 0)
-            made.append(ids[int(starts_twice) : len(ids) - too_many])
+        for text, given, ids in zip(ended, texts, encoded, strict=True):
+            has_bos = adds_bos and given.startswith(str(bos))
+            ids = ids[int(has_bos) :]
+            num_eos = 0
+            while text.endswith(eos, 0, len(text) - num_eos * len(eos)):
+                num_eos += 1
+            others = np.flatnonzero(ids[int(adds_bos) :] != self.tokenizer.eos_token_id) + int(adds_bos)
+            too_many = max(len(ids) - 1 - int(others.max(initial=int(adds_bos) - 1)) - num_eos, 0)
+            made.append(ids[: len(ids) - too_many])
             if ends:
-                self.notes[f"The BOS token {bos!r} already begins {{n}} of the texts, which have it once."] += (
-                    starts_twice
+                self.notes[f"The BOS token {bos!r} already begins {{n}} of the texts; it is not added again."] += (
+                    has_bos
                 )
-                self.notes[f"The EOS token {eos!r} already ends {{n}} of the texts, which have it once."] += (
+                self.notes[f"The EOS token {eos!r} already ends {{n}} of the texts; it is not added again."] += (
                     given.endswith(eos)
                 )
         return made

@@ -185,7 +185,7 @@ def check_unread_columns(columns: Collection[str], kind: str, is_kto: bool, wher
 
 def check_column_types(features: Features, kind: str) -> None:
     """Refuse columns whose Arrow type no record of this kind has, such as numbers where text is expected."""
-    for column in (*kind_columns(kind), *CONVERSATION_EXTRAS):
+    for column in (*kind_columns(kind), *optional_columns(kind)):
         if column in features:
             _check_read_types(features[column], column)
     for column in (*PER_TOKEN_COLUMNS, *CHECKED_COLUMNS) if kind == "input_ids" else kind_columns(kind):

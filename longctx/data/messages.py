@@ -70,8 +70,8 @@ def read_chat(value: object, column: str, where: str, *, is_struct: bool = False
     The arguments of calls, which OpenAI writes as a string of JSON, become objects.
 
     Args:
-        is_struct: whether the messages come from an Arrow struct. There, every call has the arguments of all calls,
-            with null for those that it was made without.
+        is_struct: whether the messages come from an Arrow struct. There, every object has the keys of all objects, with
+            null for those that it does not have.
 
     Raises:
         DataError: for anything but a list of messages, an unknown `from`, a message without content, and for images,
@@ -79,10 +79,8 @@ def read_chat(value: object, column: str, where: str, *, is_struct: bool = False
     """
     check_chat(value, column, where)
     assert isinstance(value, list), "a chat"
-    messages = [_read_message(message, f"{where}: a message in '{column}'") for message in value]
-    for message in messages if is_struct else ():
-        message |= {name: without_nulls(message[name]) for name in CALLS if name in message}
-    return messages
+    place = f"{where}: a message in '{column}'"
+    return [_read_message(message, place) for message in (without_nulls(value) if is_struct else value)]
 
 
 def _read_message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -100,6 +98,8 @@ def _read_message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
                 f"{where} has a part of the type '{media_type}', and longctx trains on text alone. Remove the part, or "
                 "the record."
             )
+    if not isinstance(message["role"], str):
+        check_text(message["role"], "role", where)
     if not isinstance(content, str | list | None) and message["role"] != "tool":
         check_text(content, "content", where)
     for key in REASONING:
@@ -107,8 +107,7 @@ def _read_message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     if content is None and message["role"] != "tool" and not any(key in message for key in (*CALLS, *REASONING)):
         raise DataError(f"{where}, of the role {message['role']!r}, has no content. Correct or remove the record.")
     message["content"] = content or ""
-    if "tool_calls" in message:
-        calls = _from_json(message["tool_calls"])
+    if not is_empty(calls := _from_json(message.pop("tool_calls", None))):
         if not isinstance(calls, list):
             raise DataError(
                 f"{where} has tool_calls {str(calls)[:60]!r}; expected a list. Correct or remove the record."
@@ -233,10 +232,10 @@ def alpaca_pair(record: Mapping[str, Any], where: str, *, as_chat: bool) -> dict
             "remove the record."
         )
     if not as_chat:
-        if system or history:
+        if system or history or not is_empty(record.get("tools")):
             raise DataError(
-                f"{where}: 'system' and 'history' need a chat template, and the tokenizer has none. Name one with "
-                "--chat_template_path, or remove them."
+                f"{where}: 'system', 'history' and 'tools' need a chat template, and the tokenizer has none. Name one "
+                "with --chat_template_path, or remove them."
             )
         return {"prompt": asked + "\n", "completion": record["output"]}
     prompt = [{"role": "system", "content": system}] if system else []

@@ -132,7 +132,9 @@ def _with_same_columns(sources: Sequence[Dataset]) -> list[Dataset]:
     return [
         source
         if "labels" in source.column_names
-        else datasets.concatenate_datasets([source, source.rename_column("input_ids", "labels")], axis=1)
+        else datasets.concatenate_datasets(
+            [source, source.select_columns(["input_ids"]).rename_column("input_ids", "labels")], axis=1
+        )
         for source in sources
     ]
 

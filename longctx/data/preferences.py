@@ -95,8 +95,10 @@ class PairChatEncoder(_PairEncoder, ChatEncoder):
                 f"{name_record(index)}: a message of an answer has a mask, and DPO compares whole answers. Remove the "
                 "mask, or the record."
             )
-        asked = self._render(record["prompt"], index, options | {"add_generation_prompt": True})
-        texts = [asked, *(self._write(record["prompt"] + record[answer], index, options)[1] for answer in _ANSWERS)]
+        written = [self._write(record["prompt"] + record[answer], index, options) for answer in _ANSWERS]
+        prompt_as_written = written[0][0][: len(record["prompt"])]
+        asked = self._render(prompt_as_written, index, options | {"add_generation_prompt": True})
+        texts = [asked, *(text for _, text in written)]
         prompt, *sides = token_ids(self.tokenizer, texts, add_special_tokens=False)
         return self._join(prompt, sides, index)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
-from itertools import islice
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -20,13 +19,6 @@ Item = TypeVar("Item")
 
 _CACHED_RECORDS, _CACHED_BYTES = 1000, 8 << 20
 """Records, and bytes of their files, that are parsed and written to the cache at a time."""
-
-
-def in_groups(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    """Yield the items in lists of this size; the last one may be shorter."""
-    items = iter(items)
-    while group := list(islice(items, size)):
-        yield group
 
 
 class RecordStream:

@@ -21,25 +21,31 @@ _READ_HERE = frozenset({"role", "content", *CALLS, *REASONING, *MASKS})
 """Keys of a message whose use does not depend on the template, or is checked in the rendered text."""
 
 _MOST_KEYS = 32
-"""Unread keys that are named, of one data set."""
+"""Unread keys that are named, of one message."""
 
 
 def with_marked_calls(chat: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return a copy of the conversation in which every call has a unique name, and the tools' names by these names.
+    """Return a copy of the conversation in which every call has a unique name and a unique argument.
 
-    Only unique names show that a call was rendered: a tool's own name can also occur in a question or in the list of
-    tools.
+    Only unique ones show that a call was rendered: a tool's name and the arguments can also occur in a question.
+
+    Returns:
+        The copy, and by each name and argument what the template leaves out if it does not write it.
     """
-    names: dict[str, str] = {}
+    marks: dict[str, str] = {}
 
     def mark(call: dict[str, Any]) -> dict[str, Any]:
         if not (name := _function_name(call)):
             return call
-        new = f"longctx_call_{len(names)}_"
-        names[new] = name
-        return call | {"function": call["function"] | {"name": new}} if call.get("function") else call | {"name": new}
+        new, argument = f"longctx_call_{len(marks)}_", f"longctx_argument_{len(marks)}_"
+        marks[new] = f"the call of the tool {name!r}"
+        call = call | ({"function": call["function"] | {"name": new}} if call.get("function") else {"name": new})
+        if isinstance(arguments := _arguments(call), dict):
+            marks[argument] = f"the arguments of the call of the tool {name!r}"
+            call = with_arguments(call, arguments | {argument: "1"})
+        return call
 
-    return _map_calls(chat, mark), names
+    return _map_calls(chat, mark), marks
 
 
 def with_text_arguments(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -50,10 +56,9 @@ def with_text_arguments(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return _map_calls(chat, lambda call: with_arguments(call, _arguments_text(_arguments(call))))
 
 
-def shows_python(chat: list[dict[str, Any]], text: str) -> bool:
-    """Return whether a template has written the arguments of a call as Python does, and not as JSON."""
-    arguments = [_arguments(call) for message in chat for call in _calls(message)]
-    return any(str(given) != _arguments_text(given) and str(given) in text for given in arguments if given)
+def shows_python(marks: Mapping[str, str], text: str) -> bool:
+    """Return whether a template has written the arguments of a marked call as Python does, and not as JSON."""
+    return any(f"'{mark}': '1'" in text for mark in marks)
 
 
 def _map_calls(chat: list[dict[str, Any]], change: Any) -> list[dict[str, Any]]:
@@ -80,16 +85,16 @@ def _arguments_text(arguments: Any) -> Any:
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
-def check_calls(calls: Mapping[str, str], shown: str, where: str) -> None:
+def check_calls(marks: Mapping[str, str], shown: str, where: str) -> None:
     """Refuse a template that leaves out calls of tools, because the model would not learn them.
 
     Args:
-        calls: the tools' names by the unique names of their calls, from `with_marked_calls`.
-        shown: the rendered text with the unique names.
+        marks: from `with_marked_calls`.
+        shown: the rendered text of the marked conversation.
     """
-    if left_out := [name for mark, name in calls.items() if mark not in shown]:
+    if missing := [what for mark, what in marks.items() if mark not in shown]:
         raise DataError(
-            f"{where}: the chat template leaves out the call of the tool {left_out[0]!r}. Use a template "
+            f"{where}: the chat template leaves out {missing[0]}. Use a template "
             "that writes tool_calls (--chat_template_path), or remove the record."
         )
 
@@ -125,6 +130,16 @@ def check_messages(chat: list[dict[str, Any]], template: str, text: str, where: 
                     f"{where}: the chat template leaves out a message of the role '{role}': "
                     f"{said[:60]!r}. Use a template that writes it (--chat_template_path), or remove the message."
                 )
+
+
+def check_within(message: dict[str, Any], turn: str, where: str) -> None:
+    """Refuse a turn that does not hold the text of its message: a template may write it elsewhere."""
+    said = [text.rpartition("</think>")[2].strip() for text in _texts(message["content"])]
+    if not all(text in turn for text in said):
+        raise DataError(
+            f"{where}: the chat template writes a message of the role '{message['role']}' into another turn, so that "
+            "turns cannot be told apart. Use another template (--chat_template_path), or remove the mask."
+        )
 
 
 def _texts(content: Any) -> Iterator[str]:

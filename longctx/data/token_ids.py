@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
-from longctx.data.errors import say
+from longctx.data.errors import DataError, say
+from longctx.untrusted.confined import Bounds, OutOfBounds, confined
 
 _CHARACTERS_AT_A_TIME = 1 << 20
 """Of a long text that are encoded in one call: the tokenizer needs over 100 bytes for each token meanwhile."""
@@ -48,6 +49,8 @@ def token_ids(
 
     def encode_long(text: str) -> np.ndarray:
         [alone], [ended] = (encode([text[:_REACH]], special) for special in (False, add_special_tokens))
+        if not len(alone):  # where special tokens stand cannot be seen
+            return encode([text], add_special_tokens)[0]
         places = range(len(ended) - len(alone) + 1)
         begin = next(place for place in places if np.array_equal(ended[place : place + len(alone)], alone))
         pieces = [encode([piece], False)[0] for piece in _pieces(backend, text)]
@@ -84,8 +87,17 @@ def _pieces(backend: Tokenizer, text: str) -> Iterator[str]:
 def warn_of_eos(tokenizer: PreTrainedTokenizerBase) -> None:
     """Say if the EOS token is none that ends a document: if its text does not become its id, or may be part of one."""
     eos = str(tokenizer.eos_token or "")
-    ids = token_ids(tokenizer, [eos], add_special_tokens=False)[0].tolist() if eos else []
-    if eos and (ids != [tokenizer.eos_token_id] or eos.isalnum()):
+    if not eos:
+        return
+    try:
+        ids = confined(
+            lambda: token_ids(tokenizer, [eos], add_special_tokens=False)[0].tolist(), Bounds.of_text(len(eos))
+        )
+    except OutOfBounds as error:
+        raise DataError(
+            f"the tokenizer cannot encode its EOS token {eos!r}: {error}. Use another one (--eos_token)."
+        ) from error
+    if ids != [tokenizer.eos_token_id] or eos.isalnum():
         say(
             f"The EOS token {eos!r} is no special token: its text becomes the tokens {ids[:8]}, and its id is "
             f"{tokenizer.eos_token_id}. The model may not learn where a document ends. Name another one with "

@@ -156,11 +156,9 @@ def choose_encoder(
         _check_options(kind, conversational, completion_only_loss, assistant_only_loss)
         masks_prompt = kind in ("prompt+completion", ALPACA) and completion_only_loss is not False
         if conversational:
-            masks_turns = _may_mask_turns(dataset, kind)
-            needs_turns = assistant_only_loss or gives_turns or masks_turns is True
-            template = turns_template(tokenizer, chat_template, needs_turns)
+            template = turns_template(tokenizer, chat_template, assistant_only_loss or gives_turns)
             encoder = ChatEncoder(tokenizer, kind, template, assistant_only_loss, masks_prompt)
-            encoder.masked = encoder.masked or masks_turns is not False
+            encoder.masked = encoder.masked or _may_mask_turns(dataset, kind)
         else:
             encoder = TextEncoder(tokenizer, kind, masks_prompt)
     encoder.vocab_size = vocab_size
@@ -169,16 +167,16 @@ def choose_encoder(
     if encoder.tokenizer is not None:
         warn_of_eos(tokenizer)
     if isinstance(encoder, ChatEncoder):
-        encoder.has_nulls_of_structs = not isinstance(dataset.features[columns[0]], Json)
+        encoder.structs = [column for column in columns if not isinstance(dataset.features[column], Json | Value)]
         encoder.tell_time(now or datetime.now())
         encoder.warn_if_nothing_ends_a_turn()
     return dataset, encoder
 
 
-def _may_mask_turns(dataset: Dataset | RecordStream, kind: str) -> bool | None:
-    """Return whether messages may have masks of their own; None for a stream, whose records are not known yet."""
+def _may_mask_turns(dataset: Dataset | RecordStream, kind: str) -> bool:
+    """Return whether messages may have masks of their own. Those of a stream may: its records are not known yet."""
     if not isinstance(dataset, Dataset):
-        return None
+        return True
     for column in set(kind_columns(kind)) & set(dataset.column_names):
         values = dataset.data.column(column)
         while is_list_type(values.type):
@@ -207,10 +205,9 @@ def _holds_chats(dataset: Dataset | RecordStream, kind: str, has_template: bool)
     if kind == ALPACA:
         return has_template
     column = kind_columns(kind)[0]
-    feature = dataset.features[column]
-    return (
-        isinstance(next(iter(dataset))[column], list) if isinstance(feature, Json) else not isinstance(feature, Value)
-    )
+    if isinstance(dataset.features[column], Json):
+        return isinstance(next(iter(dataset.select_columns([column])))[column], list)
+    return not isinstance(dataset.features[column], Value)
 
 
 def _check_options(kind: str, conversational: bool, completion_only: bool | None, assistant_only: bool) -> None:

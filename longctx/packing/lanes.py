@@ -169,6 +169,11 @@ class Lane:
                 "truncate, drop or split"
             )
         if length > capacity and stream.overlong == "turns":
+            if TURN_ENDS not in document.columns:
+                raise DataError(
+                    f"document {document.number} (counted from 0) has no {TURN_ENDS!r}, which overlong='turns' needs; "
+                    "choose another value for text"
+                )
             kept = whole_turns(document.columns[TURN_ENDS], capacity)
         elif length > capacity and stream.overlong != "split":
             kept = capacity if stream.overlong == "truncate" else 0

@@ -11,7 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from longctx.data import DataError
-from longctx.data.columns import SOURCE_COUNTS, Document, is_token_type, token_columns
+from longctx.data.columns import SOURCE_COUNTS, TURN_ENDS, Document, is_token_type, token_columns
 
 from .lanes import COUNTS, Lane, Reader, column_names
 from .overlong import OVERLONG, PackingReport
@@ -74,6 +74,14 @@ class PackedStream:
         self.count_names = COUNTS + tuple(f"{source} {name}" for source in self._sources() for name in SOURCE_COUNTS)
         """Names of the counts of a lane; those of a mixture's data sets begin with their numbers."""
         self._position: Mapping[str, Any] | None = None
+        self._lane = Lane(Reader(self, 1, [0], {}), 0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the lane, which reads the source: the stream begins anew in another process."""
+        return {name: value for name, value in vars(self).items() if name != "_lane"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
         self._lane = Lane(Reader(self, 1, [0], {}), 0)
 
     def __iter__(self) -> Iterator[dict[str, NDArray[Any]]]:
@@ -216,7 +224,7 @@ def _is_arrow_stream(source: object) -> bool:
 def _documents(table: pa.Table, names: list[str]) -> Iterator[Mapping[str, Any]]:
     """The documents of a table, with these columns as views of its buffers."""
     try:
-        columns = token_columns(table, names)
+        columns = token_columns(table, [*names, *({TURN_ENDS} & {*table.column_names})])
     except DataError:
         return iter(table.to_pylist())  # one of them is wrong: it is named when its turn comes
     rows = zip(*(column.rows() for column in columns.values()), strict=True)

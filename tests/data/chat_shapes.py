@@ -215,6 +215,13 @@ MASKED_TURNS = {
 }
 """The turn that the masks of `SHAPES` take out of the loss, as TRL's training template, or the template, writes it."""
 
+MASKED_TURNS_OF_ALL_TOKENS = {
+    "glm4moe": "<|assistant|>\n<think></think>\nc d",
+    "qwen3": "<|im_start|>assistant\nc d<|im_end|>\n",
+    "qwen3_5_think": "<|im_start|>assistant\nc d<|im_end|>\n",
+}
+"""The turn as the template writes it, where TRL's training template writes another one."""
+
 
 def trl_by_hand(shape: Shape, template: str, tokenizer: Any, loss: str) -> Learnt:
     """Return what TRL learns of a record once a person has made of it what TRL wants."""
@@ -236,9 +243,8 @@ def trl(record: dict[str, Any], template: str, tokenizer: Any, loss: str, *, unl
     [record] = Dataset.from_list([record], on_mixed_types="use_json")
     record = maybe_convert_to_chatml(record)
     assistant_only, completion_only = loss == "assistant", loss != "all"
-    needs_turns = (assistant_only or unlearnt) and template not in TURNS_BY_HAND
-    marked = get_training_chat_template(tokenizer) if needs_turns else None
     by_hand = assistant_only and template in TURNS_BY_HAND
+    marked = get_training_chat_template(tokenizer) if assistant_only and not by_hand else None
     tools = record.get("tools")
     options = {
         "chat_template": marked,
@@ -256,7 +262,7 @@ def trl(record: dict[str, Any], template: str, tokenizer: Any, loss: str, *, unl
         prompt = trl_tokenize(tokenizer, record["prompt"], add_generation_prompt=True, **options)["input_ids"]
         learnt[: common_prefix_length(prompt, ids)] = False
     if unlearnt:
-        turn = MASKED_TURNS[template]
+        turn = MASKED_TURNS[template] if assistant_only else (MASKED_TURNS | MASKED_TURNS_OF_ALL_TOKENS)[template]
         assert text.count(turn) == 1, (template, text)
         learnt &= ~_within([(text.index(turn), text.index(turn) + len(turn))], text, tokenizer)
     return list(ids), np.where(learnt, ids, -100).tolist()

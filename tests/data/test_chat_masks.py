@@ -70,11 +70,57 @@ def test_masks_of_messages_only_remove_turns(masks, tmp_path) -> None:
 
 
 def test_masks_of_templates_that_change_earlier_turns() -> None:
-    """Of Qwen3's template, TRL's training version writes each turn in the same way."""
-    [(text, learnt)] = _texts([{"messages": _masked({"weight": 0}, {"weight": 1})}], "qwen3")
-    assert "c d" in text
+    """Under --assistant_only_loss, TRL's training version of Qwen3's template writes each turn in the same way."""
+    masked = [{"messages": _masked({"weight": 0}, {"weight": 1})}]
+    [(_, learnt)] = _texts(masked, "qwen3", assistant_only_loss=True)
+    assert learnt.endswith("i<|im_end|>\n")
     assert "c d" not in learnt
-    assert "h<|im_end|>" in learnt
+    assert "so that turns cannot be told apart" in _tokenize_error(Dataset.from_list(masked), _tokenizer("qwen3"))
+    alone = [{"messages": [ASKED, ANSWERED | {"weight": 0}]}]
+    [(text, learnt)] = _texts(alone, "qwen3")
+    assert text.startswith(learnt)
+    assert "c d" not in learnt
+
+
+def test_what_looks_like_a_mask_changes_no_token(tmp_path) -> None:
+    """A record with a mask, or an argument with the name of one, leaves the text of the others as it is."""
+    call = {"type": "function", "function": {"name": "lift", "arguments": {"weight": 3}}}
+    others = [[ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}], [ASKED | {"weight": 0}, ANSWERED]]
+    tokenizer = _tokenizer("qwen3")
+    expected = tokenize_records(Dataset.from_list([CHATS["turns"]]), tokenizer)["input_ids"][0]
+    for number, other in enumerate(others):
+        path = _write_lines(tmp_path / f"{number}.jsonl", [CHATS["turns"], {"messages": other}])
+        loaded = tokenize_records(load_records(path), tokenizer)
+        streamed = list(tokenize_stream(stream_records(path), tokenizer))
+        assert loaded["input_ids"][0] == expected
+        assert [row["input_ids"].tolist() for row in streamed] == loaded["input_ids"][:]
+        assert [row["labels"].tolist() for row in streamed] == loaded["labels"][:]
+
+
+def test_a_mask_of_a_message_that_is_written_elsewhere_is_refused() -> None:
+    """Gemma 3's template writes the system message into the user's turn."""
+    system = {"role": "system", "content": "x y", "weight": 0}
+    source = Dataset.from_list([{"messages": [system, ASKED | {"weight": 1}, ANSWERED | {"weight": 1}]}])
+    message = _tokenize_error(source, _tokenizer("gemma3"))
+    assert "writes a message of the role 'system' into another turn, so that turns cannot be told apart" in message
+
+
+def test_turns_that_cannot_be_separated_are_one() -> None:
+    """With Gemma 3 a system message and the question; with Qwen2.5 two results of tools in a row."""
+    system = {"role": "system", "content": "x y"}
+    tokenizer = _tokenizer("gemma3")
+    document = tokenize_records(
+        Dataset.from_list([{"messages": [system, ASKED, ANSWERED]}]), tokenizer, gives_turns=True
+    )
+    first, last = document["turn_ends"][0]
+    assert tokenizer.decode(document["input_ids"][0][:first]).endswith("a b<end_of_turn>\n")
+    assert last == len(document["input_ids"][0])
+    calls = [TOOL_CHAT[1]["tool_calls"][0]] * 2
+    chat = [ASKED, {"role": "assistant", "content": "", "tool_calls": calls}, *TOOL_CHAT[2:3] * 2, ANSWERED]
+    document = tokenize_records(
+        Dataset.from_list([{"messages": chat, "tools": [TOOL]}]), _tokenizer("qwen2_5"), gives_turns=True
+    )
+    assert len(document["turn_ends"][0]) == 4
 
 
 def test_generation_markers_that_read_a_mask_decide() -> None:

@@ -203,7 +203,7 @@ def test_alpaca_is_text_where_there_is_no_template(tmp_path) -> None:
     stream = tokenize_stream(stream_records(str(tmp_path / "a.jsonl")), tokenizer)
     assert [row["input_ids"].tolist() for row in stream] == [document["input_ids"]]
     history = Dataset.from_list([ALPACA | {"history": [["a", "b"]]}])
-    assert "'system' and 'history' need a chat template" in _tokenize_error(history, tokenizer)
+    assert "'system', 'history' and 'tools' need a chat template" in _tokenize_error(history, tokenizer)
     nothing = Dataset.from_list([{"instruction": "", "input": None, "output": "3"}])
     assert "'instruction' and 'input' are empty" in _tokenize_error(nothing, tokenizer)
     wrong = Dataset.from_list([ALPACA | {"history": ["a"]}])

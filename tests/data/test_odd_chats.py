@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Features, Image, Value
+from tokenizers import processors
 from transformers import CanineTokenizer
 
-from longctx.data import DataError
+from longctx.data import DataError, load_records, tokenize_records
 from longctx.data.tokenize import choose_encoder
+from longctx.model.tiny import tiny_tokenizer
 from tests.data.chat_shapes import TOOLS, TURNS, assistant, calls, user
 from tests.data.test_chats import CHATML, _said, _texts, _tokenizer
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 SHAREGPT = [{"from": "system", "value": "x y"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 NAMELESS = [{"function": {"arguments": {}}}]
@@ -105,3 +109,72 @@ def test_turns_need_a_tokenizer_that_says_where_its_tokens_stand() -> None:
     ):
         with pytest.raises(DataError, match=r"^record 0 .*: the tokenizer is a slow one"):
             _learnt(tokenizer, record, **options)
+
+
+@pytest.mark.parametrize("template", ["qwen2_5", "llama3_1", "gemma4", "glm4moe"])
+def test_arguments_that_also_stand_in_a_question_are_written_as_they_are(template) -> None:
+    call = {"type": "function", "function": {"name": "lift", "arguments": {"height": 3}}}
+    chat = [user("before: {'height': 3}"), assistant("", tool_calls=[call]), assistant("b")]
+    plain = [user("before"), *chat[1:]]
+    [(text, _)], [(expected, _)] = (_texts([{"messages": each, "tools": TOOLS}], template) for each in (chat, plain))
+    assert text.replace("before: {'height': 3}", "before") == expected
+
+
+def test_a_template_that_leaves_out_arguments_is_refused() -> None:
+    tokenizer = _tokenizer("chatml")
+    tokenizer.chat_template = CHATML.replace("{{ call.function | tojson }}", "{{ call.function.name }}")
+    _, encoder = choose_encoder(Dataset.from_list([{"messages": [user("a"), user("b")]}]), tokenizer)
+    call = {"function": {"name": "lift", "arguments": {"height": 3}}}
+    with pytest.raises(DataError, match="leaves out the arguments of the call of the tool 'lift'"):
+        encoder.encode_noted({"messages": [[user("a"), assistant("", tool_calls=[call])]]}, [0])
+
+
+def test_nulls_that_a_string_of_json_holds_stay(tmp_path) -> None:
+    """In Arrow, an object has the keys of all others, with null for its missing ones; what is parsed has its own."""
+    calls_as_text = [{"function": {"name": "lift", "arguments": '{"height": 3, "unit": null}'}}]
+    records = [{"messages": [user("a"), assistant("", tool_calls=calls_as_text)]}]
+    path = tmp_path / "a.parquet"
+    Dataset.from_list(records).to_parquet(path)
+    tokenizer = _tokenizer("chatml")
+    text = tokenizer.decode(tokenize_records(load_records(str(path)), tokenizer)["input_ids"][0])
+    assert '{"height": 3, "unit": null}' in text
+    keywords = [{"x": 1, "date": None}, {"x": None, "date": "1 May"}]
+    source = Dataset.from_list([{"messages": [user("a")], "chat_template_kwargs": words} for words in keywords])
+    tokenizer.chat_template = "{{ messages[0].content }}{{ x is defined }}{{ date is defined }}"
+    documents = tokenize_records(source, tokenizer)["input_ids"]
+    assert [tokenizer.decode(ids) for ids in documents] == ["aTrueFalse", "aFalseTrue"]
+
+
+def test_empty_calls_as_text_are_no_calls() -> None:
+    expected = _texts([{"messages": [user("a"), assistant("b")]}], "deepseekv3")
+    for empty in ("[]", "null"):
+        assert _texts([{"messages": [user("a"), assistant("b", tool_calls=empty)]}], "deepseekv3") == expected
+
+
+def test_tools_of_alpaca_reach_the_template() -> None:
+    record = {"instruction": "a", "output": "b", "tools": TOOLS}
+    pair = {"prompt": [user("a")], "completion": [assistant("b")], "tools": TOOLS}
+    assert _texts([record], "qwen2_5") == _texts([pair], "qwen2_5")
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_texts_of_a_tokenizer_whose_bos_is_its_eos(adds) -> None:
+    tokenizer = tiny_tokenizer()
+    eos = tokenizer.eos_token
+    tokenizer.add_special_tokens({"bos_token": eos})
+    if adds:
+        ends = [(eos, tokenizer.eos_token_id)]
+        processor = processors.TemplateProcessing(single=f"{eos} $A", special_tokens=ends)
+        tokenizer.backend_tokenizer.post_processor = processor
+    texts = ["a", eos, "a" + eos * 2, eos * 2 + "a", ""]
+    documents = tokenize_records(Dataset.from_dict({"text": texts}), tokenizer)["input_ids"]
+    start = eos if adds else ""
+    expected = [start + "a" + eos, eos, start + "a" + eos * 2, eos * 2 + "a" + eos, start + eos]
+    assert [tokenizer.decode(ids) for ids in documents] == expected
+
+
+def test_a_column_that_names_files_is_refused(tmp_path) -> None:
+    features = Features({"conversations": [{"from": Value("string"), "value": Value("string")}], "system": Image()})
+    rows = {"conversations": [[{"from": "human", "value": "a"}]], "system": [{"bytes": None, "path": "/nowhere/a.png"}]}
+    with pytest.raises(DataError, match="column 'system' holds the type Image"):
+        tokenize_records(Dataset.from_dict(rows, features=features), _tokenizer("chatml"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 from dataclasses import dataclass
 
 import datasets
@@ -284,6 +285,14 @@ def test_documents_that_are_long_at_regular_intervals_fill_all_lanes_alike():
     for size in (2, 8):
         rows = [len(lane) for lane in lanes_of(lengths, size, capacity=100)]
         assert max(rows) - min(rows) <= 1
+
+
+def test_a_stream_goes_to_another_process_before_and_while_it_is_read():
+    stream = PackedStream(make_documents([5, 7, 9, 3]), 10)
+    expected, rows = ids_of(stream), iter(stream)
+    assert ids_of(pickle.loads(pickle.dumps(stream))) == expected
+    next(rows)
+    assert ids_of(pickle.loads(pickle.dumps(stream))) == expected
 
 
 def test_a_position_in_other_documents_is_refused():
