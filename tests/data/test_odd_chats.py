@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 from datasets import Dataset, Features, Image, Value
-from tokenizers import processors
+from tokenizers import normalizers, processors
 from transformers import CanineTokenizer
 
 from longctx.data import DataError, load_records, tokenize_records
 from longctx.data.tokenize import choose_encoder
 from longctx.model.tiny import tiny_tokenizer
+from longctx.untrusted import confined
 from tests.data.chat_shapes import TOOLS, TURNS, assistant, calls, user
 from tests.data.test_chats import CHATML, _said, _texts, _tokenizer
 
@@ -178,3 +179,12 @@ def test_a_column_that_names_files_is_refused(tmp_path) -> None:
     rows = {"conversations": [[{"from": "human", "value": "a"}]], "system": [{"bytes": None, "path": "/nowhere/a.png"}]}
     with pytest.raises(DataError, match="column 'system' holds the type Image"):
         tokenize_records(Dataset.from_dict(rows, features=features), _tokenizer("chatml"))
+
+
+def test_an_eos_token_that_explodes_comes_to_an_end(monkeypatch) -> None:
+    monkeypatch.setattr(confined, "MEMORY_BYTES", 1 << 29)
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("b", "b" * 1000)] * 4)
+    tokenizer._special_tokens_map["eos_token"] = "b"
+    with pytest.raises(DataError, match=r"the tokenizer cannot encode its EOS token 'b': it (asked|ran) for more than"):
+        tokenize_records(Dataset.from_dict({"text": ["a"]}), tokenizer)

@@ -393,6 +393,11 @@ def test_a_wrong_document_is_named(document, words):
         list(PackedStream([first, document], 8))
 
 
+def test_whole_turns_need_the_ends_of_turns():
+    with pytest.raises(DataError, match=r"document 1 .*has no 'turn_ends', which overlong='turns' needs"):
+        list(PackedStream([{"input_ids": [1]}, {"input_ids": [1] * 9}], 8, overlong="turns"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
