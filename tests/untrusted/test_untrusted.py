@@ -352,8 +352,6 @@ def tokenizer(normalizer=None, pre_tokenizer=None) -> PreTrainedTokenizerFast:
 
 EXPLODES = tokenizer(normalizers.Sequence([normalizers.Replace("b", "b" * 1000)] * 4))
 BACKTRACKS = tokenizer(None, pre_tokenizers.Split(Regex("(b+)+$"), "isolated"))
-
-
 SLOW = ("b" * 18 + "a") * 5000  # backtracks through half a million ways at each of 5,000 places
 
 
