@@ -57,7 +57,8 @@ def test_a_shell_completes_commands_flags_and_values(shell, scripts):
         return
     assert completed(shell, scripts[shell], "longctx train --max_ste") == {"--max_steps"}
     assert completed(shell, scripts[shell], "longctx tr") == {"train"}
-    assert completed(shell, scripts[shell], "longctx train --overlong ") == {"raise", "truncate", "drop", "split"}
+    overlong = {"raise", "truncate", "drop", "split", "turns"}
+    assert completed(shell, scripts[shell], "longctx train --overlong ") == overlong
     assert completed(shell, scripts[shell], "longctx train --packing ") == {"True", "False"}
     assert {"sigmoid", "simpo"} <= completed(shell, scripts[shell], "longctx dpo --loss_type ")
     assert completed(shell, scripts[shell], "longctx verify --num_l") == {"--num_layers"}

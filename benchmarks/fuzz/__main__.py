@@ -155,6 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ.update(FUZZ_FOLDER=folder, HF_HUB_OFFLINE="1")
         _warm_up()
         lines = [*head, *report(options.kinds, options.files, options.seed, options.processes)]
+        logging.disable(logging.NOTSET)
     print("\n".join(lines), flush=True)
     if options.output:
         options.output.write_text("\n".join(lines) + "\n")

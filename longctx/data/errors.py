@@ -6,7 +6,6 @@ Compressed files, and JSON of empty lists, are small on the disk and large once 
 from __future__ import annotations
 
 import logging
-import os
 import re
 import resource
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from longctx.ranks import is_first_rank
 from longctx.untrusted.confined import data_bytes
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class DataError(ValueError):
 
 def say(note: str, *, on_all_ranks: bool = False) -> None:
     """Log what a user has to know of the data, on the first rank: the others have the same data."""
-    if on_all_ranks or os.environ.get("RANK", "0") == "0":
+    if on_all_ranks or is_first_rank():
         logger.warning(note)
 
 

@@ -103,7 +103,7 @@ def test_yaml_null_list_mapping_and_unquoted_no(tmp_path, monkeypatch):
         ("max_steps: 1\nmax_steps: 2\n", ("YAML", "max_steps stands there twice")),
         ("dataset_test_split: [a, b]\n", ("dataset_test_split to ['a', 'b']", "one value", "joined: test+validation")),
         ("dataset_name: [a, b]\n", ("dataset_name to ['a', 'b']", "Several data sets are --datasets.")),
-        ("overlong: shorten\n", ("run.yaml is unknown", "Use raise, truncate, drop or split")),
+        ("overlong: shorten\n", ("run.yaml is unknown", "Use raise, truncate, drop, split or turns")),
         ("engine: fsdp3\n", ("engine fsdp3 in", "Use auto, deepspeed or fsdp2")),
         ("- 5\n", ("list", "'flag: value'")),
         ("a: [\n", ("run.yaml", "YAML")),

@@ -315,7 +315,7 @@ def test_up_to_five_mistakes_are_told_together(tmp_path, capsys):
         "longctx: error: --lr is not a flag. Did you mean --learning_rate?",
         f"longctx: error: --config {path} sets zzz, which is not a flag. All flags: longctx train --help-all",
         f"longctx: error: --config {path} sets dtype to ['a', 'b'], and it takes one value.",
-        f"longctx: error: overlong shorten in {path} is unknown. Use raise, truncate, drop or split.",
+        f"longctx: error: overlong shorten in {path} is unknown. Use raise, truncate, drop, split or turns.",
         "longctx: error: --sp two is not a whole number, auto or all.",
     ]
     with pytest.raises(ValueError, match=r"--lr is") as error:

@@ -287,12 +287,12 @@ RFIND = "{% set t = 'b' * 20000000 %}{% for i in range(999) %}{{ (t ~ 'a' ~ t).r
     ],
 )
 def test_templates_come_to_an_end_and_reach_nothing(tmp_path, one_second, template, message):
-    path = tmp_path / "data.jsonl"
+    path, place = tmp_path / "data.jsonl", r"(record 0 .*|cannot be rendered: )"
     path.write_text(json.dumps({"messages": MESSAGES}))
-    with pytest.raises(DataError, match=rf"record 0 .*{message}"):
+    with pytest.raises(DataError, match=place + message):
         tokenize_records(load_records(str(path)), tiny_tokenizer(), chat_template=template)
     if template == ENDLESS:
-        with pytest.raises(DataError, match=rf"record 0 .*{message}"):
+        with pytest.raises(DataError, match=place + message):
             list(tokenize_stream(stream_records(str(path)), tiny_tokenizer(), chat_template=template))
 
 
