@@ -88,7 +88,7 @@ def plan(lengths: list[int], capacity: int, look_ahead: int) -> list[list[int]]:
 
 
 def latest(rows: list[list[int]]) -> int:
-    """The most places that a document's last piece comes after its place in the lane."""
+    """The longest delay: by how many places of its lane a document's last piece follows the document's own place."""
     order = np.concatenate([np.array(row) for row in rows])[::-1]
     _, from_end = np.unique(order, return_index=True)  # documents in order: where each is seen last
     place = np.argsort(np.argsort(-from_end))

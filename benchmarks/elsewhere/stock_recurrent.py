@@ -45,7 +45,7 @@ def exact(folder: str, documents: list[Ids]) -> tuple[float, torch.Tensor]:
 
 
 class Keep(TrainerCallback):
-    """Keeps the gradient of the step, before it is clipped."""
+    """Keep the gradient of the step before it is clipped."""
 
     gradient: torch.Tensor
 

@@ -42,9 +42,9 @@ class Encoded(NamedTuple):
     """Some records as tokens."""
 
     input_ids: list[np.ndarray]
-    """Of each record, int64 [tokens]."""
+    """Of each record, integers [tokens]."""
     labels: list[np.ndarray]
-    """Of each record, int64 [tokens]; empty if every token is learnt."""
+    """Of each record, integers [tokens]; empty if every token is learnt."""
     notes: Counter[str]
     """What is to be said of them, in sentences with `{n}` for a number, and these numbers."""
     turn_ends: list[np.ndarray]
@@ -65,7 +65,7 @@ class Encoder:
     runs = "tokenizer"
     """The code of unknown origin that `encode` runs, for error messages."""
     gives_turns = False
-    """Whether the documents have `turn_ends`, which only those of conversations can have."""
+    """Whether the documents have `turn_ends`. Only conversations can have them."""
     notes: Counter[str]
     turn_ends: list[np.ndarray]
     """Filled by `encode`; see `Encoded`."""
@@ -83,7 +83,7 @@ class Encoder:
     def __call__(self, batch: pa.Table, indices: Sequence[int]) -> pa.Table:
         """Return the documents of some records, which have these numbers, in the columns of `tokenize_records`.
 
-        The first document has all notes of the batch, as JSON in the column `notes`; see `take_notes`.
+        The first document has all notes of the batch, as JSON in the column `notes`; see `notes_of`.
         """
         input_ids, labels, notes, turn_ends = self._encode_table(batch, indices)
         for ids, index in zip(input_ids, indices, strict=True):

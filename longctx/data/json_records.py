@@ -211,7 +211,7 @@ def _after_space(text: str, position: int) -> int:
 
 
 def parse_object(place: str, text: str | bytes) -> dict[str, Any]:
-    """Return the object that a text of JSON is, exactly as it is written.
+    """Parse a JSON text into an object that holds every number and every null exactly as it is written.
 
     Raises:
         DataError: with the place, for anything else; a repeated key; half a surrogate pair, which `json` accepts and no

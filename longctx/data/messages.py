@@ -41,7 +41,7 @@ MASKS = dict.fromkeys(("weight", "loss_mask", "loss", "train", "training", "trai
 
 
 def check_text(value: object, column: str, where: str) -> None:
-    """Refuse what is no string."""
+    """Refuse a value that is not a string."""
     if not isinstance(value, str):
         raise DataError(
             f"{where}: '{column}' is {type(value).__name__} ({str(value)[:60]!r}); expected a string. "
@@ -50,7 +50,7 @@ def check_text(value: object, column: str, where: str) -> None:
 
 
 def check_chat(value: object, column: str, where: str) -> None:
-    """Refuse what is no list of messages with `role` (or, in ShareGPT's form, `from`)."""
+    """Refuse a value that is not a list of messages with `role` (or, in ShareGPT's form, `from`)."""
     if not (
         isinstance(value, list)
         and len(value) > 0

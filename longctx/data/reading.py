@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import copy
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import datasets
 import pyarrow as pa
@@ -15,14 +15,12 @@ from longctx.data.contents import cache_folder, cache_key, check_unchanged, cont
 from longctx.data.errors import within_memory
 from longctx.untrusted.files import written_whole
 
-Item = TypeVar("Item")
-
 _CACHED_RECORDS, _CACHED_BYTES = 1000, 8 << 20
 """Records, and bytes of their files, that are parsed and written to the cache at a time."""
 
 
 class RecordStream:
-    """The records of one split in their order, as often as they are asked for, in whatever process."""
+    """The records of one split, in order. They can be read any number of times, and in any process."""
 
     features: Features
     """Types of the columns that are read."""

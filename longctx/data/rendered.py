@@ -73,10 +73,6 @@ def _map_calls(chat: list[dict[str, Any]], change: Any) -> list[dict[str, Any]]:
     return changed
 
 
-def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [*message.get("tool_calls", ()), *([message["function_call"]] if "function_call" in message else [])]
-
-
 def _arguments(call: Mapping[str, Any]) -> Any:
     return (call.get("function") or call).get("arguments")
 

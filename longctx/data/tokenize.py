@@ -206,7 +206,9 @@ def _holds_chats(dataset: Dataset | RecordStream, kind: str, has_template: bool)
         return has_template
     column = kind_columns(kind)[0]
     if isinstance(dataset.features[column], Json):
-        return isinstance(next(iter(dataset.select_columns([column])))[column], list)
+        chats = dataset.select_columns([column])
+        first = chats if isinstance(chats, Dataset) else Dataset(chats.parse([next(chats.raw())]), fingerprint="first")
+        return isinstance(first[0][column], list)
     return not isinstance(dataset.features[column], Value)
 
 

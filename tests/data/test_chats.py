@@ -14,6 +14,7 @@ from longctx.data.encoders import in_words
 from longctx.data.errors import say
 from longctx.data.tokenize import choose_encoder
 from longctx.model.tiny import tiny_tokenizer
+from tests.data.chat_shapes import TOOL
 from tests.data.test_data import _tokenize_error, _write_lines
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -30,14 +31,6 @@ MISTRAL = (
 )
 ASKED, ANSWERED = {"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}
 CALL = {"type": "function", "function": {"name": "lift", "arguments": {"height": 3}}}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "lift",
-        "description": "raise",
-        "parameters": {"type": "object", "properties": {"height": {"type": "integer", "description": "of it"}}},
-    },
-}
 TOOL_CHAT = [
     ASKED,
     {"role": "assistant", "content": "", "tool_calls": [CALL]},

@@ -170,7 +170,7 @@ def test_a_stream_resumed_in_any_pass_is_the_run_that_went_on(resumed, model, tm
 
 
 def logged(folder):
-    """The steps of a run's log, and its entry of counts."""
+    """Return the entries of the steps in a run's log, and the entry with the counts."""
     entry, *log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     names = ("step", "loss", "grad_norm", "num_tokens")
     return [{name: step[name] for name in names} for step in log if "loss" in step], entry
