@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from longctx.attention.backend import AttentionOfBatch, ScheduleOfBatch
 from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import choose_backend, documents_given, exchange_overlaps
-from longctx.attention.cost import Setup, devices_per_node
+from longctx.attention.cost import Setup
 from longctx.attention.interface import install
 from longctx.attention.modelled import plan_time
 from longctx.data import IGNORE_INDEX
@@ -27,6 +27,7 @@ from longctx.layers.chunked import install_chunked
 from longctx.layers.loss import TokenOutputs, fuse_head, step_loss, token_losses
 from longctx.layers.routers import Routers, install_routers
 from longctx.layers.tiled_mlp import install_tiled_mlp
+from longctx.machine.here import Machine, devices_per_node
 from longctx.model.allow_list import check_model
 from longctx.model.branches import AUXILIARY_LOSS_OBSTACLE, branch_obstacle
 from longctx.model.modules import check_modules, say_whether_tied
@@ -394,8 +395,7 @@ def parallelize(
         model.config,
         sp,
         element_size=model.dtype.itemsize,
-        device_name=device_name,
-        devices_per_node=per_node,
+        machine=Machine.of(device_name, per_node),
     )
     documents = documents_given(model.config, document_lengths)
     choice = choose_backend(sp_backend, setup, documents if sp_backend == "auto" else None, ring_size=ring_size)

@@ -13,18 +13,14 @@ section 4.1). Merging a block into the results so far costs memory traffic. Ever
 from __future__ import annotations
 
 import math
-import statistics
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
-from longctx.attention.speeds import SPEEDS, Constant, SpeedTable
+from longctx.machine.here import Machine
+from longctx.machine.speeds import FLOPS_BACKWARD, FLOPS_FORWARD
 from longctx.model.allow_list import head_size, num_heads
 from longctx.model.recurrent import RecurrentSizes, recurrent_sizes
 from longctx.ring.plan import RingPlan
@@ -37,78 +33,11 @@ Seconds = NDArray[np.float64]
 EXCHANGE_COPIES = 4
 """How often an exchanged element is also read or written: it is gathered before sending and reordered afterwards."""
 
-FLOPS_FORWARD, FLOPS_BACKWARD = 4, 10
-"""FLOPs for each legal pair of query and key, head, and element of the head."""
-
 MERGE_BYTES = (38, 10)
 """Bytes read and written for each element of a merged query row: forward (fp32 out) and backward (fp32 dq)."""
 
 MERGE_LAUNCHES = 5
 """Kernels that merge a block, besides the one that computes it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """The speed of a link, in bytes per second that every rank of a group sends while it receives as many."""
-
-    exchange: float
-    """Speed of an all-to-all."""
-    pass_on: float
-    """Speed of sending to one other rank."""
-
-    @classmethod
-    def of(cls, speed: float) -> Link:
-        """Return a link with the same speed for both."""
-        return cls(exchange=speed, pass_on=speed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    """The speeds and latencies of one device."""
-
-    attention_flops: float
-    """FLOPs a second of the attention kernel."""
-    memory_speed: float
-    """Bytes a second read or written."""
-    within: Link
-    """Link between devices of a node."""
-    across: Link
-    """Link between nodes, for each device."""
-    message_seconds: float = 20e-6
-    launch_seconds: float = 5e-6
-    entry_seconds: float = 0.0
-    """Latency of each pair of token ranges in a call; 0 for kernels that take all of them at once."""
-
-
-def _device(constants: Mapping[str, Constant]) -> Device:
-    """Return the device of one section of the table of speeds."""
-    of = {name: constant.value for name, constant in constants.items()}
-    return Device(
-        attention_flops=of["attention_flops"],
-        memory_speed=of["memory_speed"],
-        within=Link(exchange=of["within_exchange"], pass_on=of["within_pass_on"]),
-        across=Link(exchange=of["across_exchange"], pass_on=of["across_pass_on"]),
-        message_seconds=of["message_seconds"],
-        launch_seconds=of["launch_seconds"],
-        entry_seconds=of["entry_seconds"],
-    )
-
-
-def both_passes(forward: float, backward: float) -> float:
-    """Return the FLOPs per second of attention's two passes together, from those of each."""
-    return (FLOPS_FORWARD + FLOPS_BACKWARD) / (FLOPS_FORWARD / forward + FLOPS_BACKWARD / backward)
-
-
-def devices_of(table: SpeedTable) -> dict[str, Device]:
-    """Return the devices of a table of speeds, by the keys of DEVICES."""
-    return {name: _device(constants) for name, constants in table.constants.items()}
-
-
-DEVICES: dict[str, Device] = devices_of(SPEEDS)
-"""Devices by a part of their names. The last two, GPU and CPU, stand for all others. speeds.toml has the sources."""
-
-PEAK_FLOPS = SPEEDS.values("peak_flops")
-"""Dense bf16 peak in FLOPs per second, of devices whose name contains the key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +51,7 @@ class Setup:
     head_size: int
     element_size: int
     """Bytes of an element of q, k and v."""
-    device: Device
-    devices_per_node: int
+    machine: Machine
     heads_k_stride: int | None = None
     """Key/value heads of a rank that are sent and attended at a time; None means the backend's default."""
     overlap_exchange: bool = False
@@ -132,10 +60,8 @@ class Setup:
     """The sizes of a recurrent layer, or None for a model without such layers."""
 
     @classmethod
-    def of_model(
-        cls, config: PretrainedConfig, sp: int, *, element_size: int, device_name: str, devices_per_node: int
-    ) -> Setup:
-        """Return the setup of a model on the named device, with the speeds of DEVICES."""
+    def of_model(cls, config: PretrainedConfig, sp: int, *, element_size: int, machine: Machine) -> Setup:
+        """Return the setup of a model on a machine."""
         query_heads, key_value_heads = num_heads(config)
         return cls(
             sp=sp,
@@ -143,24 +69,23 @@ class Setup:
             num_key_value_heads=key_value_heads,
             head_size=head_size(config),
             element_size=element_size,
-            device=device_named(device_name),
-            devices_per_node=devices_per_node,
+            machine=machine,
             recurrent=recurrent_sizes(config),
         )
 
     def in_a_node(self, span: int) -> bool:
         """Whether every group of `span` neighbouring ranks lies in one node."""
-        return self.devices_per_node % span == 0
+        return self.machine.per_node % span == 0
 
     def neighbours(self, span: int) -> int:
         """Return how many ranks of such a group are sure to share a node."""
-        return math.gcd(span, self.devices_per_node)
+        return math.gcd(span, self.machine.per_node)
 
     def exchange_seconds(self, num_bytes: float, span: int) -> float:
         """Return the seconds of an all-to-all in such groups, whose ranks have `num_bytes` each, without latencies."""
         here = self.neighbours(span)
-        within = num_bytes * (here - 1) / span / self.device.within.exchange
-        return max(within, num_bytes * (span - here) / span / self.device.across.exchange)
+        within = num_bytes * (here - 1) / span / self.machine.speeds.within.exchange
+        return max(within, num_bytes * (span - here) / span / self.machine.speeds.across.exchange)
 
     def gather_seconds(self, num_bytes: float, span: int) -> float:
         """Return the seconds to gather `num_bytes` in all on every rank of such groups, or to reduce-scatter them.
@@ -168,12 +93,12 @@ class Setup:
         The bytes enter each node once, over the links of all its devices. Latencies are not counted.
         """
         here = self.neighbours(span)
-        within = num_bytes * (span - 1) / span / self.device.within.exchange
-        return max(within, num_bytes * (span - here) / span / (here * self.device.across.exchange))
+        within = num_bytes * (span - 1) / span / self.machine.speeds.within.exchange
+        return max(within, num_bytes * (span - here) / span / (here * self.machine.speeds.across.exchange))
 
     def gather_latency(self, span: int) -> float:
         """Return the latency of a gather in such groups: one message for every node."""
-        return self.device.message_seconds * (span // self.neighbours(span))
+        return self.machine.speeds.message_seconds * (span // self.neighbours(span))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,103 +211,13 @@ def key_value_elements(setup: Setup, arrangement: Arrangement) -> float:
 
 def block_seconds(setup: Setup, arrangement: Arrangement, work: RingWork, groups: int) -> tuple[Seconds, Seconds]:
     """Return the seconds that each rank computes at each hop, [R, R], forward and backward."""
-    device, elements = setup.device, setup.num_heads / arrangement.ulysses * setup.head_size
+    speeds, elements = setup.machine.speeds, setup.num_heads / arrangement.ulysses * setup.head_size
     launches = (work.entries > 0) * np.where(np.arange(arrangement.ring) > 0, 1 + MERGE_LAUNCHES, 1)
-    begun = groups * (work.entries * device.entry_seconds + launches * device.launch_seconds)
+    begun = groups * (work.entries * speeds.entry_seconds + launches * speeds.launch_seconds)
     forward, backward = (
-        work.pairs * (flops * elements / device.attention_flops)
-        + work.merged_rows * (merge * elements / device.memory_speed)
+        work.pairs * (flops * elements / speeds.attention)
+        + work.merged_rows * (merge * elements / speeds.memory)
         + begun
         for flops, merge in zip((FLOPS_FORWARD, FLOPS_BACKWARD), MERGE_BYTES, strict=True)
     )
     return forward, backward
-
-
-def device_named(name: str) -> Device:
-    """Return the entry of DEVICES for `CPU` or a name that CUDA gives. PCIe cards have the links of the entry GPU."""
-    if name == "CPU":
-        return DEVICES["CPU"]
-    device = next((row for key, row in DEVICES.items() if key in name), DEVICES["GPU"])
-    return replace(device, within=DEVICES["GPU"].within) if "PCI" in name.upper() else device
-
-
-def devices_per_node(world_size: int, env: Mapping[str, str], visible: int) -> int:
-    """Return a number n such that ranks 0..n-1, n..2n-1 and so on are sure to share a node.
-
-    It is LOCAL_WORLD_SIZE if all nodes are full.
-
-    Args:
-        world_size: processes of the run.
-        env: the environment of a launched process.
-        visible: GPUs that a process sees, or 0; replaces LOCAL_WORLD_SIZE if the launcher does not set it.
-    """
-    local = int(env.get("LOCAL_WORLD_SIZE") or min(world_size, visible or world_size))
-    return int(np.gcd(local, world_size))  # for nodes of different sizes, what divides them all
-
-
-def measured(setup: Setup, device: torch.device) -> Setup:
-    """Return the setup with link speeds measured among the running processes. All ranks call this together."""
-    world_size, node = dist.get_world_size(), setup.devices_per_node
-    across = setup.device.across
-    if world_size > node:
-        across = measure_link(None, device)
-        across = replace(
-            across, exchange=across.exchange * (world_size - node) / (world_size - 1)
-        )  # what leaves a node
-    within = setup.device.within
-    if node == world_size > 1:
-        within = measure_link(None, device)
-    elif node > 1:
-        within = measure_link(dist.new_subgroups(node)[0], device)
-    return replace(setup, device=replace(setup.device, within=within, across=across))
-
-
-def measure_link(
-    group: dist.ProcessGroup | None, device: torch.device, *, num_bytes: int = 8 << 20, repetitions: int = 5
-) -> Link:
-    """Measure an all-to-all and a hop around the ring in a running group. All ranks of the world call this together.
-
-    Args:
-        group: this rank's group, of at least two ranks; None means all ranks.
-        device: device of the buffers, as the group's backend needs.
-        num_bytes: bytes that every rank sends.
-        repetitions: measurements whose median counts, after one more to warm up.
-
-    Returns:
-        The slowest rank's speeds, the same on every rank of the world.
-    """
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    assert world_size > 1, "one rank has no link to measure"
-    sent = torch.zeros(num_bytes // world_size * world_size, dtype=torch.uint8, device=device)
-    received = torch.empty_like(sent)
-    ranks = dist.get_process_group_ranks(group)
-
-    def exchange() -> None:
-        dist.all_to_all_single(received, sent, group=group)
-
-    def pass_on() -> None:
-        to, source = ranks[(rank + 1) % world_size], ranks[rank - 1]
-        operations = [dist.P2POp(dist.isend, sent, to, group), dist.P2POp(dist.irecv, received, source, group)]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-
-    away = len(sent) * (world_size - 1) / world_size
-    return Link(
-        exchange=away / _seconds(exchange, device, repetitions),
-        pass_on=len(sent) / _seconds(pass_on, device, repetitions),
-    )
-
-
-def _seconds(work: Callable[[], None], device: torch.device, repetitions: int) -> float:
-    """Return the median seconds of the slowest rank of the world."""
-    times = []
-    for _ in range(repetitions + 1):
-        dist.barrier()
-        started = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - started)
-    median = torch.tensor(statistics.median(times[1:]), dtype=torch.float64, device=device)
-    dist.all_reduce(median, op=dist.ReduceOp.MAX)
-    return float(median)

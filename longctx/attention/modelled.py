@@ -52,7 +52,7 @@ def plan_time(setup: Setup, arrangement: Arrangement, plan: RingPlan) -> PlanTim
     return PlanTime(seconds=time.seconds, waiting=time.seconds - float(time.compute.mean()))
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)
 def planned_work(documents: tuple[int, ...], setup: Setup, arrangement: Arrangement) -> RingWork:
     """Return the work of a ring for documents of these lengths in tokens, planned as in training."""
     time_of = functools.partial(plan_time, setup, arrangement)
@@ -99,7 +99,7 @@ def _with_exchange(
     setup: Setup, arrangement: Arrangement, attention: AttentionTime, messages: Sequence[_Messages], num_tokens: int
 ) -> AttentionTime:
     """Return the time of a pass with its exchange for heads."""
-    ulysses, of_message = arrangement.ulysses, setup.device.message_seconds
+    ulysses, of_message = arrangement.ulysses, setup.machine.speeds.message_seconds
     head_bytes = ulysses * setup.head_size * setup.element_size * num_tokens / setup.sp
     sent, arriving, leaving, computed = 0.0, [], [], []
     heads = sum(message.queries for message in messages)
@@ -108,7 +108,7 @@ def _with_exchange(
         sent += sum(each)
         arriving.append(message.arriving_messages * of_message + each[0])
         leaving.append(of_message + each[1])
-        copied = EXCHANGE_COPIES * (message.arriving + message.leaving) * head_bytes / setup.device.memory_speed
+        copied = EXCHANGE_COPIES * (message.arriving + message.leaving) * head_bytes / setup.machine.speeds.memory
         computed.append(attention.seconds * message.queries / heads + copied)
     total = _pipelined(computed, arriving, leaving) if setup.overlap_exchange else sum(computed + arriving + leaving)
     if setup.in_a_node(ulysses) and not setup.in_a_node(setup.sp):

@@ -1,4 +1,4 @@
-"""The documents of a packed sequence, where only their lengths matter: one, or drawn from a histogram."""
+"""The documents of a packed sequence, where only their lengths matter: assumed, one, or drawn from a histogram."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ from pathlib import Path
 
 import numpy as np
 
+from longctx.attention.choice import assumed_documents
 from longctx.untrusted.files import check_file
 
 RowLengths = Callable[[int], Sequence[int]]
 """Length of a packed sequence -> lengths of the documents in it."""
+
+
+def assumed(length: int, *, packed: bool) -> list[int]:
+    """Return lengths of documents that are assumed where the data is not known, `length` in all."""
+    drawn = assumed_documents(length, packed=packed).rows[0]
+    repeated = np.tile(drawn, -(-length // int(drawn.sum())))  # a very long sequence repeats the assumed documents
+    lengths = np.diff(np.minimum(np.cumsum(repeated), length), prepend=0)
+    return lengths[lengths > 0].tolist()
 
 
 def one_document(length: int) -> list[int]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longctx.forecast.shape import RunShape
 
 NONE, CPU, NVME = "none", "cpu", "nvme"
 
@@ -32,69 +35,48 @@ OWN_FLAGS = (
 )
 
 
-class RunTraits(NamedTuple):
-    """The properties of a run that decide which memory options it supports."""
-
-    backend_can_chunk: bool
-    """Whether the sequence-chunked step runs on the attention backend."""
-    exchanges_heads: bool
-    """Whether the ranks of a sequence exchange tokens for heads, as in Ulysses."""
-    engine: str
-    """deepspeed, fsdp2, fsdp1 or none."""
-    zero_stage: int | None
-    bf16: bool
-    local_tokens: int
-    """Most tokens of a micro-batch on one rank."""
-    has_linear_attention: bool
-    """Whether layers carry a state through all tokens."""
-    num_layers: int
-    """Decoder layers of the model."""
-    is_compiled: bool
-    """Whether --torch_compile compiles decoder layers, which are then neither chunked nor tiled."""
-
-    @property
-    def can_chunk(self) -> bool:
-        is_able = self.backend_can_chunk and not self.has_linear_attention and not self.is_compiled
-        return is_able and self.engine != "fsdp1"
-
-
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
     """The resolved value of every memory option of a run."""
 
-    memory: str
+    memory: str = "balanced"
     """The preset."""
-    set_by_preset: tuple[str, ...]
+    set_by_preset: tuple[str, ...] = ()
     """Names of the memory options that the preset set."""
-    activation_checkpointing: bool
-    every_n_layers: int
+    activation_checkpointing: bool = True
+    every_n_layers: int = 1
     """One in this many layers is checkpointed."""
-    whole_layers: int
+    whole_layers: int = 0
     """The last layers, which are not checkpointed."""
-    activation_offloading: bool
+    activation_offloading: bool = False
     """Whether what the backward pass needs waits in host memory."""
-    offloaded_layers: int | None
+    offloaded_layers: int | None = None
     """The first checkpointed layers, whose checkpoints alone are offloaded; None means all. With chunks, the first
     layers that keep attention's output in host memory and not on the device."""
-    selective: bool | int | None
+    selective: bool | int | None = None
     """Whether checkpoints keep attention's output, or the number of the last checkpointed layers that do; None means
     the backend's default."""
-    checkpoint_kwargs: Mapping[str, Any]
+    checkpoint_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Keywords for torch.utils.checkpoint."""
-    tiled_mlp_num_shards: int | None
+    tiled_mlp_num_shards: int | None = None
     """Tiles of the MLP; 0 derives their number from the length, and None means no tiles."""
-    heads_k_stride: int | None
-    overlap_exchange: bool | None
+    heads_k_stride: int | None = None
+    overlap_exchange: bool | None = None
     """Whether some heads are exchanged while others are attended to; None where that is modelled to be faster."""
-    sequence_chunk_size: int | None
-    offload_optimizer_device: str
-    offload_param_device: str
-    offload_optimizer_nvme_path: str | None
-    offload_param_nvme_path: str | None
-    communication_data_type: str
+    sequence_chunk_size: int | None = None
+    offload_optimizer_device: str = NONE
+    offload_param_device: str = NONE
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    communication_data_type: str = "auto"
     """fp32, bf16, or auto: fp32 on FSDP2, the training precision on DeepSpeed."""
-    small_buckets: bool
+    small_buckets: bool = False
     """Whether DeepSpeed reduces, fetches and keeps less at a time than a layer."""
+
+    @property
+    def differs_by_layer(self) -> bool:
+        """Whether numbers of layers say what layers keep."""
+        return self.whole_layers > 0 or type(self.selective) is int or self.offloaded_layers is not None
 
     @property
     def offloads(self) -> bool:
@@ -183,50 +165,50 @@ def _layers(count: int) -> str:
     return f"{count} layers" if count != 1 else "layer"
 
 
-def check_support(asked: Mapping[str, Any], place: RunTraits) -> None:
+def check_support(asked: Mapping[str, Any], shape: RunShape) -> None:
     """Raise ValueError for a memory option that, by itself, the run does not support."""
     if asked.get("tiled_mlp") is False and "tiled_mlp_num_shards" in asked:
         raise ValueError(
             f"--tiled_mlp_num_shards {asked['tiled_mlp_num_shards']} contradicts --tiled_mlp False. Leave out one."
         )
-    if "sequence_chunk_size" in asked and not place.backend_can_chunk:
+    if "sequence_chunk_size" in asked and not shape.backend.can_chunk:
         raise ValueError(
             f"--sequence_chunk_size {asked['sequence_chunk_size']} is not supported by this run's attention backend. "
             "Use another --sp_backend, or leave it out."
         )
-    if "sequence_chunk_size" in asked and place.has_linear_attention:
+    if "sequence_chunk_size" in asked and shape.model.recurrent is not None:
         raise ValueError(
             f"--sequence_chunk_size {asked['sequence_chunk_size']}: this model's recurrent layers carry a state "
             "through all tokens, which is not cut into chunks. Leave it out."
         )
-    if asked.get("overlap_exchange") and not place.exchanges_heads:
+    if asked.get("overlap_exchange") and shape.ulysses == 1:
         raise ValueError(
             "--overlap_exchange True: no ranks of this run exchange tokens for heads. Use --sp_backend ulysses or "
             "hybrid with --sp above 1, or leave it out."
         )
-    if place.is_compiled:
+    if shape.compiled:
         from longctx.layers.compiled import check_compiled_layers  # which loads torch
 
         check_compiled_layers(asked)
     on_fsdp1 = [n for n in ("sequence_chunk_size", "tiled_mlp", "tiled_mlp_num_shards") if asked.get(n)]
-    if on_fsdp1 and place.engine == "fsdp1":
+    if on_fsdp1 and shape.engine_name == "fsdp1":
         raise ValueError(
             f"--{on_fsdp1[0]} {asked[on_fsdp1[0]]}: the engine is fsdp1, and it is not verified with FSDP1's "
             f"flattened weights. Set fsdp_version: 2 (--config_file configs/fsdp2.yaml), or leave it out."
         )
-    if asked.get("communication_data_type") == "bf16" and not place.bf16:
+    if asked.get("communication_data_type") == "bf16" and not shape.bf16:
         raise ValueError(
             "--communication_data_type bf16 rounds fp32 gradients to three digits, and this run trains in fp32. "
             "Add --bf16 True, or leave it out."
         )
-    if "communication_data_type" in asked and place.engine not in ("deepspeed", "fsdp2"):
+    if "communication_data_type" in asked and shape.engine_name not in ("deepspeed", "fsdp2"):
         raise ValueError(
-            f"--communication_data_type {asked['communication_data_type']}: the engine is {place.engine}, which does "
-            f"not offer this choice. Leave it out, or use --engine fsdp2 or deepspeed."
+            f"--communication_data_type {asked['communication_data_type']}: the engine is {shape.engine_name}, which "
+            "does not offer this choice. Leave it out, or use --engine fsdp2 or deepspeed."
         )
 
 
-def check_combinations(memory_options: MemoryOptions, place: RunTraits) -> None:
+def check_combinations(memory_options: MemoryOptions, shape: RunShape) -> None:
     chunk = memory_options.sequence_chunk_size
     if chunk is not None and not memory_options.activation_checkpointing:
         raise ValueError(
@@ -259,8 +241,8 @@ def check_combinations(memory_options: MemoryOptions, place: RunTraits) -> None:
             f"--activation_checkpointing_kwargs sets {name}, and activation checkpointing is off. Add "
             "--activation_checkpointing True, or leave it out."
         )
-    _check_layers(memory_options, place.num_layers)
-    _check_offload(memory_options, place)
+    _check_layers(memory_options, shape.model.num_layers)
+    _check_offload(memory_options, shape)
 
 
 def _check_layers(memory_options: MemoryOptions, num_layers: int) -> None:
@@ -287,7 +269,7 @@ def _check_layers(memory_options: MemoryOptions, num_layers: int) -> None:
         raise ValueError(f"--activation_checkpointing_kwargs: {error}") from None
 
 
-def _check_offload(memory_options: MemoryOptions, place: RunTraits) -> None:
+def _check_offload(memory_options: MemoryOptions, shape: RunShape) -> None:
     """Raise ValueError if the engine cannot put optimizer states or parameters where they are asked for."""
     for kind in ("optimizer", "param"):
         flag, path_flag = f"--offload_{kind}_device", f"--offload_{kind}_nvme_path"
@@ -303,20 +285,20 @@ def _check_offload(memory_options: MemoryOptions, place: RunTraits) -> None:
             )
         if device == NONE:
             continue
-        if place.engine not in ("deepspeed", "fsdp2"):
+        if shape.engine_name not in ("deepspeed", "fsdp2"):
             raise ValueError(
-                f"{flag} {device} is an option of DeepSpeed and FSDP2, and the engine is {place.engine}. Use "
+                f"{flag} {device} is an option of DeepSpeed and FSDP2, and the engine is {shape.engine_name}. Use "
                 f"--engine deepspeed."
             )
-        if place.engine == "fsdp2" and kind == "optimizer":
+        if shape.engine_name == "fsdp2" and kind == "optimizer":
             raise ValueError(
                 f"{flag} {device}: FSDP2 keeps optimizer states where the parameters are. Use --offload_param_device "
                 "cpu, which moves both, or --engine deepspeed."
             )
-        if place.engine == "fsdp2" and device == NVME:
+        if shape.engine_name == "fsdp2" and device == NVME:
             raise ValueError(f"{flag} nvme is an option of DeepSpeed ZeRO-3. Use --engine deepspeed, or {flag} cpu.")
         needs = 3 if kind == "param" or device == NVME else 1
-        if place.engine == "deepspeed" and (place.zero_stage or 0) < needs:
+        if shape.engine_name == "deepspeed" and (shape.zero_stage or 0) < needs:
             raise ValueError(
-                f"{flag} {device} needs ZeRO-{needs}, and the run has ZeRO-{place.zero_stage}. Use a higher stage."
+                f"{flag} {device} needs ZeRO-{needs}, and the run has ZeRO-{shape.zero_stage}. Use a higher stage."
             )

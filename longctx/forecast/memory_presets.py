@@ -9,18 +9,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longctx.forecast.memory_options import (
     CPU,
     NONE,
     OWN_FLAGS,
     MemoryOptions,
-    RunTraits,
     check_combinations,
     check_support,
 )
 from longctx.settings.values import Settings
+
+if TYPE_CHECKING:
+    from longctx.forecast.shape import RunShape
 
 CHUNK_TOKENS = 8192
 """Most tokens of a rank that the sequence-chunked step of a preset has on the device at a time."""
@@ -116,28 +118,27 @@ def prefers_ulysses(memory: str, asked: Mapping[str, Any]) -> bool:
     return by_preset or asked.get("sequence_chunk_size") is not None
 
 
-def resolve_memory_options(
-    memory: str, asked: Mapping[str, Any], place: RunTraits, *, checkpoints_by_default: bool
-) -> MemoryOptions:
+def resolve_memory_options(memory: str, asked: Mapping[str, Any], shape: RunShape, local_tokens: int) -> MemoryOptions:
     """Resolve every memory option.
 
     Args:
         memory: a name of PRESETS.
         asked: what the user or a profile set, by flag, as `asked_memory_options` returns it.
-        checkpoints_by_default: whether activations are checkpointed if neither sets it.
+        shape: of the run, whose own memory options do not matter.
+        local_tokens: most tokens of a micro-batch on one rank.
 
     Raises:
         ValueError: for a memory option that the run does not support, with its value, the limit and the remedy.
     """
-    check_support(asked, place)
-    preset = _possible(memory, asked, place)
+    check_support(asked, shape)
+    preset = _possible(memory, asked, shape, local_tokens)
     values = {**preset, **asked}
     chunk = values.get("sequence_chunk_size")
     offloaded = values.get("offloaded_layers")
     memory_options = MemoryOptions(
         memory=memory,
         set_by_preset=tuple(preset),
-        activation_checkpointing=bool(values.get("activation_checkpointing", checkpoints_by_default or chunk)),
+        activation_checkpointing=bool(values.get("activation_checkpointing", True)),
         every_n_layers=values.get("every_n_layers", 1),
         whole_layers=values.get("whole_layers", 0),
         activation_offloading=bool(values.get("activation_offloading")) and (chunk is None or offloaded is None),
@@ -155,11 +156,11 @@ def resolve_memory_options(
         communication_data_type=values.get("communication_data_type", "auto"),
         small_buckets=bool(values.get("small_buckets")),
     )
-    check_combinations(memory_options, place)
+    check_combinations(memory_options, shape)
     return memory_options
 
 
-def _possible(memory: str, asked: Mapping[str, Any], place: RunTraits) -> dict[str, Any]:
+def _possible(memory: str, asked: Mapping[str, Any], shape: RunShape, local_tokens: int) -> dict[str, Any]:
     """Return what the preset sets in this run and nobody else has set.
 
     `longest` sets the sequence-chunked step if the run supports it, which holds no whole layer and offloads what it
@@ -169,17 +170,17 @@ def _possible(memory: str, asked: Mapping[str, Any], place: RunTraits) -> dict[s
     if memory != "longest":
         return {name: value for name, value in preset.items() if name not in asked and not _needs(asked)}
     never_whole = ("activation_offloading", "tiled_mlp", "heads_k_stride")
-    chunks = place.can_chunk and asked.get("activation_checkpointing") is not False and not _whole_layers(asked)
+    chunks = shape.can_chunk and asked.get("activation_checkpointing") is not False and not _whole_layers(asked)
     left_out = {*never_whole} if chunks or "sequence_chunk_size" in asked else {"sequence_chunk_size"}
     if asked.get("activation_checkpointing") is False:
         left_out |= {"selective"}
-    if place.engine == "fsdp1" or place.is_compiled or "tiled_mlp_num_shards" in asked:
+    if shape.engine_name == "fsdp1" or shape.compiled or "tiled_mlp_num_shards" in asked:
         left_out.add("tiled_mlp")
-    if place.engine != "deepspeed":
+    if shape.engine_name != "deepspeed":
         left_out |= {"offload_optimizer_device", "small_buckets"}
-    if place.engine != "fsdp2":
+    if shape.engine_name != "fsdp2":
         left_out.add("offload_param_device")  # ZeRO-3's takes much time and frees little memory
-    chunk = max(1, min(CHUNK_TOKENS, math.ceil(place.local_tokens / FEWEST_CHUNKS)))
+    chunk = max(1, min(CHUNK_TOKENS, math.ceil(local_tokens / FEWEST_CHUNKS)))
     preset["sequence_chunk_size"] = chunk
     return {name: value for name, value in preset.items() if name not in left_out and name not in asked}
 

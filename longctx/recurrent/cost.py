@@ -90,16 +90,18 @@ def prefers_heads(setup: Setup, arrangement: Arrangement, layout: Layout, pieces
 
 def _by_heads(setup: Setup, sizes: RecurrentSizes, ranks: int, num_tokens: int) -> float:
     num_bytes = sizes.exchanged * setup.element_size * num_tokens / ranks
-    copied = EXCHANGE_COPIES * num_bytes / setup.device.memory_speed
-    return 2 * (setup.exchange_seconds(num_bytes, ranks) + copied + MESSAGES_BY_HEADS * setup.device.message_seconds)
+    copied = EXCHANGE_COPIES * num_bytes / setup.machine.speeds.memory
+    return 2 * (
+        setup.exchange_seconds(num_bytes, ranks) + copied + MESSAGES_BY_HEADS * setup.machine.speeds.message_seconds
+    )
 
 
 def _by_states(setup: Setup, sizes: RecurrentSizes, ranks: int, slots: int, given: int) -> float:
     gathered = given_bytes(sizes, ranks, slots)
     send = setup.gather_seconds(gathered, ranks) + setup.gather_latency(ranks)
-    maps = sizes.given_flops * given / setup.device.attention_flops
-    written = 4 * written_seconds(sizes, given, setup.device.memory_speed)  # computed again before the backward pass
-    applied = gathered / setup.device.memory_speed + ranks * slots * setup.device.launch_seconds
+    maps = sizes.given_flops * given / setup.machine.speeds.attention
+    written = 4 * written_seconds(sizes, given, setup.machine.speeds.memory)  # computed again before the backward pass
+    applied = gathered / setup.machine.speeds.memory + ranks * slots * setup.machine.speeds.launch_seconds
     return 2 * (send + applied) + 3 * maps + written
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from longctx.forecast.expected_step import GIB, ExpectedStep
+from longctx.forecast.cost import GIB, Cost
 from longctx.launch.terminal import number
 from longctx.regions import PARTS
 from longctx.report.svg import Series, area_chart, bar_chart, escaped, figure, finite, folded, line_chart
@@ -28,7 +28,7 @@ MOST_ROWS = 40
 
 
 def key_numbers(
-    history: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], forecast: ExpectedStep | None = None
+    history: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], forecast: Cost | None = None
 ) -> list[tuple[str, str]]:
     """Return the numbers that people ask for first, with what was predicted of them."""
     evaluated = [("last evaluation", f"{entry['eval_loss']:.4g}") for entry in history if "eval_loss" in entry][-1:]
@@ -47,8 +47,8 @@ def key_numbers(
     for name, key in (("tokens/s", "tokens_per_second"), ("tokens/s/device", "tokens_per_second_per_device")):
         if values := _values(after_first, key):
             tiles.append((name, number(_median(values))))
-    if forecast is not None and forecast.tokens_per_second_per_device is not None:
-        tiles.append(("tokens/s/device, predicted", number(forecast.tokens_per_second_per_device)))
+    if forecast is not None and forecast.known_speed is not None:
+        tiles.append(("tokens/s/device, predicted", number(forecast.known_speed)))
     if values := _values(after_first, "mfu"):
         tiles.append(("MFU", f"{_median(values):.0%}"))
     for name, key in (
@@ -57,8 +57,8 @@ def key_numbers(
     ):
         if values := _values(steps, key):
             tiles.append((name, f"{max(values):.3g} GiB"))
-    if forecast is not None and forecast.gpu_bytes:
-        tiles.append(("peak GPU memory, predicted", f"{forecast.memory.allocated_bytes / GIB:.3g} GiB"))
+    if forecast is not None and not forecast.machine.is_cpu:
+        tiles.append(("peak GPU memory, predicted", f"{forecast.allocated_bytes / GIB:.3g} GiB"))
     return tiles
 
 

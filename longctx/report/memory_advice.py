@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from longctx.attention.choice import arrangements, choose_backend, chunking_backend
-from longctx.forecast.closed_form import max_length, predict, reach
-from longctx.forecast.hardware import address_room, available_host_memory, host_bytes
-from longctx.forecast.memory_presets import CHUNK_TOKENS, memory_flags, prefers_ulysses
-from longctx.forecast.memory_setup import MemorySetup
+from longctx.attention.choice import arrangements
+from longctx.forecast.cost import cost, reach
+from longctx.forecast.memory_presets import CHUNK_TOKENS
 from longctx.forecast.model_sizes import ModelSizes
+from longctx.forecast.search import search
+from longctx.forecast.shape import RunShape
 from longctx.launch.terminal import token_label
-from longctx.sequence.mesh import ParallelDims
+from longctx.machine.here import Machine, address_room, available_host_memory, host_bytes
 from longctx.settings.run import Run
 from longctx.training.peak_memory import GIB, PeakMemory
 
@@ -37,7 +37,7 @@ MEMORY_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "--offload_optimizer_device cpu": {"offload_optimizer_device": "cpu"},
     "--offload_param_device cpu": {"offload_param_device": "cpu"},
     "--communication_data_type bf16": {"communication_data_type": "bf16"},
-    "--per_device_train_batch_size 1": {"per_device_train_batch_size": 1},
+    "--per_device_train_batch_size 1": {"rows": 1},
 }
 """Flags that save memory, with what they set."""
 
@@ -48,7 +48,7 @@ def describe_memory(run: Run, peak: PeakMemory, longest_row: int, model: torch.n
     Args:
         longest_row: tokens of the longest micro-batch, padding included.
     """
-    setup = replace(_setup(run), model=ModelSizes.of_model(model))
+    shape = replace(run.shape, model=ModelSizes.of_model(model))
     lines = []
     for kind, of in peak.to_dict().items():
         if kind != "allocation_retries":
@@ -56,29 +56,30 @@ def describe_memory(run: Run, peak: PeakMemory, longest_row: int, model: torch.n
                 f"{kind:9} {of['gib_max']:.2f} GiB at most, on rank {of['rank_of_max']}; {of['gib_min']:.2f} at "
                 f"least; {of['gib_mean']:.2f} on average"
             )
-    return [*lines, describe_reach(setup, peak, longest_row // setup.num_rows)]
+    return [*lines, describe_reach(shape, machine_of(run), peak, longest_row // shape.rows)]
 
 
-def describe_reach(setup: MemorySetup, peak: PeakMemory, length: int) -> str:
+def describe_reach(shape: RunShape, machine: Machine, peak: PeakMemory, length: int) -> str:
     """Return the run's last line: `peak 41.2 of 80.0 GiB on rank 3; these settings reach about 1.9M tokens`.
 
     Args:
-        peak: peak of a run whose longest micro-batch had rows of `length` tokens on average; the closed form's
-            difference between lengths is added to it.
+        machine: whose memory is replaced by that which the ranks found.
+        peak: peak of a run whose longest micro-batch had rows of `length` tokens on average; the forecast's difference
+            between lengths is added to it.
     """
-    predicted, node = predict(setup, length), peak.of_fullest_node(setup.ranks_per_node)
     device_total, host_total = min(peak.device_total), min(peak.host_total)
+    machine = replace(machine, device_bytes=device_total, host_bytes=host_total)
+    predicted, node = cost(shape, machine, length), peak.of_fullest_node(machine.per_node)
     longest = reach(
-        setup,
-        device_total,
-        host_total,
+        shape,
+        machine,
         beside_device=max(peak.allocated) - predicted.allocated_bytes,
         beside_host=node - predicted.host_bytes,
     )
     reached = f"these settings reach about {token_label(longest.length, DIGITS)} tokens"
     on_host = f"{node / GIB:.1f} of {host_total / GIB:.1f} GiB of host memory"
     if not peak.has_devices:
-        ranks = f", by the {setup.ranks_per_node} ranks of a machine" if setup.ranks_per_node > 1 else ""
+        ranks = f", by the {machine.per_node} ranks of a machine" if machine.per_node > 1 else ""
         return f"peak {on_host}{ranks}; {reached}"
     rank = peak.allocated.index(max(peak.allocated))
     on_device = f"peak {max(peak.allocated) / GIB:.1f} of {device_total / GIB:.1f} GiB on rank {rank}"
@@ -87,19 +88,25 @@ def describe_reach(setup: MemorySetup, peak: PeakMemory, length: int) -> str:
     return f"{on_device}; {reached}"
 
 
+def machine_of(run: Run) -> Machine:
+    """Return the run's machine, with as many ranks a node as there are."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or run.machine.per_node
+    return replace(run.machine, per_node=min(local, run.dims.world_size))
+
+
 @contextmanager
 def out_of_memory_explained(run: Run) -> Iterator[None]:
     """Complete an error about exhausted memory by what would have helped, on the first rank that raises one.
 
     Enter it before weights are read.
     """
-    setup = _setup(run)
-    room = min(_host_room(), setup.ranks_per_node * address_room())
+    machine = machine_of(run)
+    machine = replace(machine, host_bytes=min(_host_room(), machine.per_node * address_room()))
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error) and is_first_to_say():
-            error.add_note(_advice(run, setup, room))
+            error.add_note(_advice(run, machine))
         raise
 
 
@@ -136,97 +143,67 @@ def _host_room() -> int:
         return host_bytes()
 
 
-def _advice(run: Run, setup: MemorySetup, room: float) -> str:
+def _advice(run: Run, machine: Machine) -> str:
     try:
-        device = torch.cuda.get_device_properties().total_memory if not run.use_cpu else 0
-        return suggest_savings(setup, run.settings["max_length"], device, room, _memory_options(run, setup))
+        return suggest_savings(run.shape, machine, run.settings["max_length"], _changed(run, machine))
     except Exception as error:  # there is no memory for this either; the error itself is what counts
         return f"longctx: out of memory, and too little is left to say what would have helped ({error!r})"
 
 
-def _setup(run: Run) -> MemorySetup:
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or run.setup.devices_per_node
-    return run.memory_setup(min(local, run.dims.world_size))
+def _changed(run: Run, machine: Machine) -> dict[str, tuple[RunShape, Machine]]:
+    """Return the flags that can be added to this run, with the shape that it has then, and the machines that it needs.
 
-
-def _memory_options(run: Run, setup: MemorySetup) -> dict[str, MemorySetup]:
-    """Return every flag that can be added to this run, with the run that it makes."""
-    found: dict[str, MemorySetup] = {}
-    for flags, values in MEMORY_OPTIONS.items():
-        with suppress(ValueError):  # there is no place for it in this run
-            found[flags] = replace(_setup(_with(run, values)), model=setup.model)
-    if (memory_options := run.fastest_memory_options()) is not None:
-        flags = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in memory_flags(memory_options).items())
-        found[f"--memory auto, which is {flags}"] = replace(run.setup_with(memory_options), model=setup.model)
-    return found | _spread(setup)
-
-
-def _with(run: Run, values: Mapping[str, Any]) -> Run:
-    """Return the run with these flags set, too.
-
-    Raises:
-        ValueError: where they would be refused.
+    They are those of MEMORY_OPTIONS, what --memory auto would set, and twice as many devices for a sequence.
     """
-    settings = {name: value for name, value in values.items() if name in ("memory", "per_device_train_batch_size")}
-    asked = {name: value for name, value in values.items() if name not in settings}
-    changed = replace(
-        run, settings={**run.settings, **settings}, asked_memory_options={**run.asked_memory_options, **asked}
-    )
-    chunks = prefers_ulysses(changed.settings["memory"], changed.asked_memory_options)
-    name = chunking_backend(run.setup) if run.wanted_backend == "auto" and chunks else None
-    if name is not None:
-        choice = choose_backend(name, run.setup, None)
-        ring, ulysses = choice.arrangement.ring, choice.arrangement.ulysses
-        dims = ParallelDims.arrange(run.dims.world_size, ring=ring, ulysses=ulysses, dp_replicate=run.dims.dp_replicate)
-        changed = replace(changed, backend=choice, dims=dims)
-    return changed.with_memory_options()
-
-
-def _spread(setup: MemorySetup) -> dict[str, MemorySetup]:
-    """Twice as many devices for a sequence, of those there are or of twice as many."""
-    sp = 2 * setup.sp
-    more = 1 if setup.world_size % sp == 0 else 2
-    ways = [one for one in arrangements(sp) if setup.model.num_heads % one.ulysses == 0]
-    arrangement = next((one for one in ways if one.name == setup.backend), ways[0])
+    shape, length = run.shape, run.settings["max_length"]
+    asked, memory = dict(run.asked_memory_options), run.settings["memory"]
+    found: dict[str, tuple[RunShape, Machine]] = {}
+    for flags, values in MEMORY_OPTIONS.items():
+        options = {name: value for name, value in values.items() if name not in ("memory", "rows")}
+        with suppress(ValueError):  # there is no place for it in this run
+            fewer = replace(shape, rows=values.get("rows", shape.rows))
+            found[flags] = fewer.with_options(values.get("memory", memory), {**asked, **options}, length), machine
+    for one in search([shape], machine, length, fixed=asked):
+        words = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in one.memory_flags.items())
+        if one.cost.fits and machine.is_known:
+            found[f"--memory auto, which is {words}"] = one.shape, machine
+    sp = 2 * shape.sp
+    more = 1 if shape.world_size % sp == 0 else 2
+    ways = [one for one in arrangements(sp) if shape.model.num_heads % one.ulysses == 0]
     spread = replace(
-        setup,
-        sp=sp,
-        ring=arrangement.ring,
-        sp_backend=arrangement.name,
-        world_size=more * setup.world_size,
-        ranks_per_node=more * setup.ranks_per_node if setup.is_cpu else setup.ranks_per_node,
-        engine="fsdp2" if setup.engine == "none" else setup.engine,
+        shape,
+        arrangement=next((one for one in ways if one.name == shape.arrangement.name), ways[0]),
+        world_size=more * shape.world_size,
+        engine="fsdp2" if shape.engine == "none" else shape.engine,
     )
-    return {f"--sp {sp}" + (f", on {spread.world_size} devices" if more > 1 else ""): spread}
+    nodes = replace(machine, per_node=more * machine.per_node) if machine.is_cpu else machine
+    found[f"--sp {sp}" + (f", on {spread.world_size} devices" if more > 1 else "")] = spread, nodes
+    return found
 
 
 def suggest_savings(
-    setup: MemorySetup,
-    length: int,
-    device_bytes: float,
-    host_bytes: float,
-    memory_options: Mapping[str, MemorySetup],
+    shape: RunShape, machine: Machine, length: int, changed: Mapping[str, tuple[RunShape, Machine]]
 ) -> str:
     """Return advice for an out-of-memory error: the largest consumers, and the memory options by effect.
 
     Args:
+        machine: with the memory for the step.
         length: tokens of a row.
-        device_bytes, host_bytes: memory for the step on one GPU (ignored on the CPU) and on one node.
-        memory_options: flags that can be added -> the set-up with them.
+        changed: flags that can be added -> the shape with them, and the machine.
     """
-    peak = predict(setup, length)
-    taken, place = (peak.host, "host memory") if setup.is_cpu else (peak.device, "a GPU")
+    peak = cost(shape, machine, length)
+    taken, place = (peak.host, "host memory") if machine.is_cpu else (peak.device, "a GPU")
     largest = sorted(taken.items(), key=lambda item: -item[1])[:4]
-    fits = max_length(setup, device_bytes, host_bytes)
-    lengths = {flags: max_length(changed, device_bytes, host_bytes) for flags, changed in memory_options.items()}
+    fits = reach(shape, machine).length
+    lengths = {flags: reach(other, there).length for flags, (other, there) in changed.items()}
     helpful = sorted((flags for flags in lengths if lengths[flags] > 1.02 * fits), key=lambda flags: -lengths[flags])
-    room = f"{host_bytes / GIB:.1f} GiB of host memory"
-    if not setup.is_cpu:
-        room = f"{device_bytes / GIB:.1f} GiB of a GPU and {room}"
+    room = f"{machine.host_bytes / GIB:.1f} GiB of host memory"
+    if not machine.is_cpu:
+        room = f"{machine.device_bytes / GIB:.1f} GiB of a GPU and {room}"
     rank = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
     return "\n".join(
         [
-            f"longctx: out of memory{rank}, with sequences of {length:,} tokens, {setup.local_tokens(length):,.0f} of "
+            f"longctx: out of memory{rank}, with sequences of {length:,} tokens, {shape.local_tokens(length):,.0f} of "
             "them a rank. What would have helped, all predicted:",
             f"longctx: largest   {', '.join(f'{name} {size / GIB:.2f}' for name, size in largest)} GiB of {place}",
             f"longctx: as it is  sequences of about {token_label(fits, DIGITS)} tokens, in {room}",

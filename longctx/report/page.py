@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import longctx
-from longctx.forecast.expected_step import ExpectedStep
+from longctx.forecast.cost import Cost
 from longctx.launch.console import Line, show
 from longctx.launch.failures import reason
 from longctx.report.charts import all_charts, key_numbers, numbers_table
@@ -166,7 +166,7 @@ class RunReport:
     """trainer_state.json's log_history."""
     results: Sequence[tuple[str, str]] = field(default=())
     """What the run has shown, by name: its exactness, and the length that its settings reach."""
-    forecast: ExpectedStep | None = None
+    forecast: Cost | None = None
     """What a step was predicted to take."""
     description: Sequence[str]
     """The resolved run as it is printed, `name   what`."""

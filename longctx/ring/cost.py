@@ -85,7 +85,7 @@ def ring_passes(setup: Setup, arrangement: Arrangement, work: RingWork) -> tuple
     ring, stages = arrangement.ring, num_stages(setup, arrangement)
     rank, hop = np.ogrid[:ring, :ring]
     received = np.where(hop > 0, work.received, 0)
-    message = stages * setup.device.message_seconds * (received > 0)
+    message = stages * setup.machine.speeds.message_seconds * (received > 0)
     seconds = received * key_value_elements(setup, arrangement) / _speed(setup, arrangement)
     keys, gradients = seconds * setup.element_size + message, seconds * 4 + message
     order = MessageOrder.of(received.max(axis=0), work.num_tokens // ring)
@@ -199,10 +199,10 @@ def _num_hops(seconds: Seconds) -> int:
 
 def _speed(setup: Setup, arrangement: Arrangement) -> Seconds:
     """Return float64 [R, R]: at [r, h], the bytes per second from ring rank r - h to r, the slowest of U ranks."""
-    node = np.arange(setup.sp).reshape(arrangement.ring, arrangement.ulysses) // setup.devices_per_node
+    node = np.arange(setup.sp).reshape(arrangement.ring, arrangement.ulysses) // setup.machine.per_node
     rank, hop = np.ogrid[: arrangement.ring, : arrangement.ring]
     crosses = (node[(rank - hop) % arrangement.ring] != node[:, None]).any(axis=-1)
-    return np.where(crosses, setup.device.across.pass_on, setup.device.within.pass_on)
+    return np.where(crosses, setup.machine.speeds.across.pass_on, setup.machine.speeds.within.pass_on)
 
 
 def _head_groups(num_key_value_heads: int, heads_k_stride: int | None) -> int:

@@ -164,7 +164,7 @@ def _gb(size: float) -> str:
 def _describe_time(run: Run) -> Iterator[Line]:
     """Yield the predicted time of the whole run, if both the speed and the number of steps are known."""
     steps = run.settings["max_steps"]
-    seconds = None if run.forecast is None else run.forecast.seconds
+    seconds = None if run.forecast is None or not run.forecast.machine.is_known else run.forecast.step_seconds
     if seconds is not None and steps > 0:
         yield Line("time", f"{steps:,} steps × {seconds:.3g} s = {_duration(steps * seconds)} (predicted)")
     elif seconds is not None:

@@ -23,10 +23,10 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from trl import SFTConfig
 
 from longctx.attention.choice import Documents
-from longctx.attention.cost import measured
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.launch.console import say
 from longctx.layers.liger import check_liger
+from longctx.machine.measure import with_measured_links
 from longctx.model.load import check_eos_token, load_tokenizer, take_chat_template
 from longctx.ranks.agreement import broadcast_object, check_agreement, on_all_ranks, storage_of_ranks
 from longctx.run.processes import agree, degrees, start_processes
@@ -224,11 +224,13 @@ def _with_data(run: Run, args: SFTConfig, data: TrainingData | StreamedData) -> 
         return run
     sampled = _sampled(data, args)
     if run.dims.sp > 1:
-        setup = measured(run.setup, args.device) if run.settings["measure_links"] else run.setup
+        setup = run.setup
+        if run.settings["measure_links"]:
+            setup = replace(setup, machine=with_measured_links(run.machine, args.device))
         decided = broadcast_object(run.choose_again(sampled, setup) if args.process_index == 0 else None)
         assert decided is not None, "rank 0 decides"
         run = run.with_backend(decided)
-    return replace(run, forecast=run.forecast_for(_typical_row(data)))
+    return replace(run, forecast=run.cost(_typical_row(data)))
 
 
 def _typical_row(data: TrainingData) -> list[int]:

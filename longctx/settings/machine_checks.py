@@ -6,7 +6,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -15,10 +14,10 @@ from packaging.version import Version
 from longctx.attention.kernels import flash_attn
 from longctx.attention.kernels.blockwise import DENSE_TOKENS, ShortDenseKernel, dense_refusal
 from longctx.attention.kernels.choose import FLASH_ATTENTION
-from longctx.forecast.closed_form import max_length, predict
-from longctx.forecast.hardware import available_host_memory
-from longctx.forecast.memory_options import NVME, MemoryOptions
-from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.memory import offloaded
+from longctx.forecast.memory_options import NVME
+from longctx.forecast.shape import RunShape
+from longctx.machine.here import available_host_memory
 from longctx.settings.run import Run
 from longctx.upstream.deepspeed_internals import stay_on_cpu
 
@@ -39,11 +38,10 @@ def check_machine(run: Run, env: Mapping[str, str]) -> None:
     check_worker_sockets(run.settings["dataloader_num_workers"], tempfile.gettempdir())
     if not run.memory_options.offloads:
         return
-    local = int(env.get("LOCAL_WORLD_SIZE", 0)) or (run.setup.devices_per_node if run.launched else run.dims.world_size)
-    # is_cpu=False, so that only what is offloaded counts as host memory.
-    setup = replace(run.memory_setup(min(local, run.dims.world_size)), is_cpu=False)
-    check_host_memory(setup, run.settings["max_length"], available_host_memory())
-    check_disks(run.memory_options, setup, use_cpu=run.use_cpu)
+    local = int(env.get("LOCAL_WORLD_SIZE", 0)) or (run.machine.per_node if run.launched else run.dims.world_size)
+    ranks = min(local, run.dims.world_size)
+    check_host_memory(run.shape, run.settings["max_length"], ranks, available_host_memory())
+    check_disks(run.shape, ranks, use_cpu=run.use_cpu)
 
 
 def check_worker_sockets(num_workers: int, folder: str) -> None:
@@ -101,39 +99,40 @@ def check_kernels(found: Sequence[tuple[str, str]], tokens: int) -> None:
         raise ValueError(dense_refusal(tokens))
 
 
-def check_host_memory(setup: MemorySetup, length: int, available: int) -> None:
+def check_host_memory(shape: RunShape, length: int, ranks: int, available: int) -> None:
     """Check that the host has room for what is offloaded.
 
     Args:
         length: tokens of a row.
+        ranks: of this machine.
         available: bytes of host memory that the run may take.
 
     Raises:
         ValueError: if more would be offloaded; the message names the categories and the length that fits.
     """
-    host = predict(setup, length).host
-    needed = sum(host.values())
+    host = {name: ranks * size for name, size in offloaded(shape, length).items() if size}
+    needed, states = sum(host.values()), ranks * sum(offloaded(shape, 0).values())
     if needed <= available:
         return
     parts = ", ".join(f"{name} {size / GIB:,.1f}" for name, size in host.items())
-    fits = max_length(setup, float("inf"), available)
+    fits = int(length * (available - states) / (needed - states)) if available > states else 0
     shorter = f"--max_length {fits} fits" if fits else "no length fits"
     raise ValueError(
         f"What is offloaded needs about {needed / GIB:,.1f} GiB of host memory on this machine for its "
-        f"{setup.ranks_per_node} processes ({parts}), and {available / GIB:,.1f} GiB are available. {shorter}; or "
+        f"{ranks} processes ({parts}), and {available / GIB:,.1f} GiB are available. {shorter}; or "
         "leave out an option that offloads, spread the run over more machines, or give the job more memory."
     )
 
 
-def check_disks(memory_options: MemoryOptions, setup: MemorySetup, *, use_cpu: bool) -> None:
+def check_disks(shape: RunShape, ranks: int, *, use_cpu: bool) -> None:
     """Check that DeepSpeed can write to NVMe here.
 
     Raises:
         ValueError: if a folder for NVMe offload cannot be written or has too little room, or DeepSpeed cannot build
             async_io.
     """
-    parameters = setup.model.num_parameters * setup.ranks_per_node / setup.world_size
-    bytes_each = {"optimizer": 12, "param": setup.element_size}  # fp32 weights and AdamW's two moments
+    memory_options, parameters = shape.options, shape.model.num_parameters * ranks / shape.world_size
+    bytes_each = {"optimizer": 12, "param": shape.element_size}  # fp32 weights and AdamW's two moments
     on_disk = [kind for kind in bytes_each if getattr(memory_options, f"offload_{kind}_device") == NVME]
     for kind in on_disk:
         folder = Path(getattr(memory_options, f"offload_{kind}_nvme_path"))

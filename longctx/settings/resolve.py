@@ -6,21 +6,21 @@ Nothing here starts a process, opens data or reads weights, so a bad combination
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from longctx.attention.cost import Setup, devices_per_node
+from longctx.attention.cost import Setup
 from longctx.data import STDLIB
 from longctx.data.kinds import PAIRS
-from longctx.forecast.hardware import Hardware
 from longctx.forecast.memory_options import ALL, AUTO
 from longctx.forecast.memory_presets import asked_memory_options
-from longctx.forecast.step_time import Speeds
 from longctx.launch.spawn import device_count
 from longctx.layers.compiled import check_compile
 from longctx.layers.liger import check_liger_machine, liger_parts
+from longctx.machine.here import Machine, devices_per_node
 from longctx.model.adapter import check_adapted_experts, check_adapter, check_quantization
 from longctx.model.tiny import TINY
 from longctx.ranks import is_first_rank
@@ -54,23 +54,24 @@ def resolve(settings: Settings, launcher: Launcher, env: Mapping[str, str]) -> R
         ValueError: for the first setting that cannot be carried out exactly, with its value, limit and remedy.
     """
     check_versions(REQUIRED_VERSIONS, "longctx")
-    hardware = Hardware.here(device_count())
+    gpus = device_count()
+    machine = Machine.here(gpus)
     settings = fill(settings, launcher)
     try:
-        return _resolved(settings, launcher, env, hardware)
+        return _resolved(settings, launcher, env, machine, gpus)
     except ValueError as error:
         raise ValueError(settings.as_asked(str(error))) from error
 
 
-def _resolved(settings: Settings, launcher: Launcher, env: Mapping[str, str], hardware: Hardware) -> Run:
+def _resolved(settings: Settings, launcher: Launcher, env: Mapping[str, str], machine: Machine, gpus: int) -> Run:
     if settings.method.reads_pairs:
         settings = settings.decided(dataset_text_field=PAIRS, padding_free=True)
     settings, model_config = configure_model(_take_output(settings, env))
     check_layer_classes(launcher.layer_classes, model_config)
-    arranged = partial(_arranged, model_config=model_config, launcher=launcher, env=env, hardware=hardware)
-    world_size = count_all_processes(settings, launcher, hardware.gpus)
+    arranged = partial(_arranged, model_config=model_config, launcher=launcher, env=env, machine=machine, gpus=gpus)
+    world_size = count_all_processes(settings, launcher, gpus)
     if settings["memory"] is None:
-        settings = settings.decided(memory=_memory_by_default(settings, world_size, hardware))
+        settings = settings.decided(memory=_memory_by_default(settings, world_size, machine))
     if settings["sp"] == ALL:
         settings = one_group(settings, world_size, arranged)
     if AUTO in (settings["sp"], settings["memory"]):
@@ -80,9 +81,9 @@ def _resolved(settings: Settings, launcher: Launcher, env: Mapping[str, str], ha
     return with_forecast(run, settings, arranged)
 
 
-def _memory_by_default(settings: Settings, world_size: int, hardware: Hardware) -> str:
+def _memory_by_default(settings: Settings, world_size: int, machine: Machine) -> str:
     """Return auto on one GPU whose speeds are known, unless a flag chooses memory options itself; else balanced."""
-    is_known = not settings["use_cpu"] and Speeds.of_device(hardware.gpu_name, []) is not None
+    is_known = not settings["use_cpu"] and not machine.is_cpu and machine.is_known
     return AUTO if is_known and world_size == 1 and not asked_memory_options(settings) else "balanced"
 
 
@@ -92,17 +93,18 @@ def _arranged(
     model_config: PretrainedConfig,
     launcher: Launcher,
     env: Mapping[str, str],
-    hardware: Hardware,
+    machine: Machine,
+    gpus: int,
 ) -> Run:
     """Return the run for values of --sp and --memory that are not auto, without a forecast."""
     asked = settings
-    settings, processes = count_processes(settings, launcher, hardware.gpus)
+    settings, processes = count_processes(settings, launcher, gpus)
     use_cpu = processes.use_cpu
     on_gpus = {"bf16": not use_cpu, "dataloader_num_workers": int(not use_cpu)}
     settings = settings.decided(**{name: value for name, value in on_gpus.items() if settings[name] is None})
     settings = limit_length(settings, model_config)
 
-    setup = _attention_setup(settings, model_config, processes, env, hardware)
+    setup = _attention_setup(settings, model_config, processes, env, machine, gpus)
     memory_options = asked_memory_options(settings)
     wanted_backend, backend = choose(processes.wanted_backend, setup, settings, memory_options)
     dims = arrange(processes.world_size, backend, processes.dp_replicate)
@@ -141,9 +143,8 @@ def _arranged(
         promotes_engine=engine.is_promoted,
         zero_stage=engine.zero_stage,
         asked_memory_options=memory_options,
-        checkpoints_by_default=bool(settings["gradient_checkpointing"]),
         use_cpu=use_cpu,
-        hardware=hardware,
+        gpus=gpus,
         launched=launcher.launched,
         notes=settings.notes,
     )
@@ -188,17 +189,19 @@ def _attention_setup(
     model_config: PretrainedConfig,
     processes: Processes,
     env: Mapping[str, str],
-    hardware: Hardware,
+    machine: Machine,
+    gpus: int,
 ) -> Setup:
     """Return the heads and speeds that the choice of a backend needs."""
-    use_cpu = processes.use_cpu
     is_half = values["bf16"] or values["dtype"] == "bfloat16"
     return Setup.of_model(
         model_config,
         processes.sp,
         element_size=2 if is_half else 4,
-        device_name="CPU" if use_cpu else hardware.gpu_name,
-        devices_per_node=devices_per_node(processes.world_size, env, 0 if use_cpu else hardware.gpus),
+        machine=replace(
+            Machine.of("CPU", 1, host_bytes=machine.host_bytes) if processes.use_cpu else machine,
+            per_node=devices_per_node(processes.world_size, env, 0 if processes.use_cpu else gpus),
+        ),
     )
 
 

@@ -15,19 +15,16 @@ from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import BackendChoice, Documents, choose_backend
 from longctx.attention.cost import Setup
 from longctx.data import name_data
-from longctx.forecast.expected_step import ExpectedStep, documents_of, expect_step
-from longctx.forecast.hardware import Hardware
-from longctx.forecast.memory_options import MemoryOptions, RunTraits
-from longctx.forecast.memory_presets import resolve_memory_options
-from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.cost import Cost, cost
+from longctx.forecast.documents import assumed
+from longctx.forecast.memory_options import MemoryOptions
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.forecast.option_search import Room, fastest_memory_options
-from longctx.forecast.step_time import Speeds
+from longctx.forecast.shape import RunShape
 from longctx.launch.console import Line
 from longctx.layers.liger import describe_liger
+from longctx.machine.here import Machine
 from longctx.model.allow_list import auxiliary_loss_coefficient
 from longctx.model.branches import branch_obstacle
-from longctx.model.recurrent import recurrent_sizes
 from longctx.sequence.mesh import ParallelDims
 from longctx.settings.values import Settings
 
@@ -55,15 +52,14 @@ class Run:
     zero_stage: int | None
     asked_memory_options: Mapping[str, Any]
     """Memory options that the user or the profile set, by flag."""
-    checkpoints_by_default: bool
-    """Whether activations are checkpointed if no memory option decides it."""
     use_cpu: bool
     launched: bool
     layout_reason: str = ""
     """What --sp auto and --memory auto chose, and why."""
-    hardware: Hardware
-    forecast: ExpectedStep | None = None
-    """What the run's steps are predicted to take; None if no model can be made of its configuration."""
+    gpus: int
+    """GPUs that a process sees."""
+    forecast: Cost | None = None
+    """What the run's steps are predicted to take; None before it is asked for."""
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -77,29 +73,46 @@ class Run:
         return self.dims.world_size > 1 or self.engine == "deepspeed"
 
     @cached_property
+    def _shape(self) -> RunShape:
+        """Return `shape`, before it is decided whether the exchange overlaps with attention."""
+        shape = RunShape.of_values(
+            ModelSizes.of_config(self.model_config),
+            self.settings,
+            dims=self.dims,
+            arrangement=self.backend.arrangement,
+            engine=self.engine,
+            zero_stage=self.zero_stage,
+        )
+        return shape.with_options(self.settings["memory"], self.asked_memory_options, self.settings["max_length"])
+
+    @property
+    def shape(self) -> RunShape:
+        """What memory and seconds are predicted from.
+
+        Raises:
+            ValueError: for a memory option that the run cannot use.
+        """
+        options = replace(self._shape.options, overlap_exchange=self.overlaps_exchange)
+        return replace(self._shape, options=options)
+
+    @property
     def memory_options(self) -> MemoryOptions:
         """The resolved value of every memory option.
 
         Raises:
             ValueError: for one that the run cannot use.
         """
-        place = RunTraits(
-            backend_can_chunk=BACKENDS[self.backend.name].can_chunk,
-            exchanges_heads=self.dims.ulysses > 1,
-            engine=self.engine,
-            zero_stage=self.zero_stage,
-            bf16=self.settings["bf16"],
-            local_tokens=-(-row_length(self.settings) // self.dims.sp),
-            has_linear_attention=recurrent_sizes(self.model_config) is not None,
-            num_layers=self.model_config.get_text_config().num_hidden_layers,
-            is_compiled=bool(self.settings["torch_compile"]),
-        )
-        return resolve_memory_options(
-            self.settings["memory"],
-            self.asked_memory_options,
-            place,
-            checkpoints_by_default=self.checkpoints_by_default,
-        )
+        return self._shape.options
+
+    @property
+    def machine(self) -> Machine:
+        """The machine that the run is on."""
+        return self.setup.machine
+
+    @property
+    def counts_experts(self) -> bool:
+        """Whether micro-batches run forward once more, to count the experts that their tokens choose."""
+        return auxiliary_loss_coefficient(self.model_config) > 0
 
     @property
     def prompts_obstacle(self) -> str | None:
@@ -125,64 +138,17 @@ class Run:
         """The parts of the model that Liger computes; None without --use_liger_kernel."""
         return tuple(self.settings["liger_kernel_config"]) if self.settings["use_liger_kernel"] else None
 
-    def memory_setup(self, ranks_per_node: int) -> MemorySetup:
-        """Return what memory is predicted from."""
-        setup = MemorySetup.of_settings(
-            ModelSizes.of_config(self.model_config),
-            self.settings,
-            dims=self.dims,
-            backend=self.backend.name,
-            engine=self.engine,
-            zero_stage=self.zero_stage,
-            use_cpu=self.use_cpu,
-            ranks_per_node=ranks_per_node,
-        )
-        return replace(setup, overlap_exchange=self.overlaps_exchange)
-
-    def forecast_for(self, documents: Sequence[int] | None = None) -> ExpectedStep:
+    def cost(self, documents: Sequence[int] | None = None) -> Cost:
         """Return what the run's steps are predicted to take.
 
         Args:
             documents: lengths of the documents in one sequence; None assumes some where sequences are packed.
         """
-        return expect_step(
-            self.memory_setup(min(self.setup.devices_per_node, self.dims.world_size)),
-            self.hardware,
-            length=self.settings["max_length"],
-            multiple=self.settings["pad_to_multiple_of"],
-            accumulation=self.settings["gradient_accumulation_steps"],
-            packed=self.settings["packing"],
-            documents=documents,
-            counts_experts=auxiliary_loss_coefficient(self.model_config) > 0,
-        )
-
-    def fastest_memory_options(self) -> dict[str, Any] | None:
-        """Return the memory options with which this run is predicted to be fastest on its hardware, by flag.
-
-        They include those that the user set. None if the speeds of the device are unknown, or nothing fits.
-        """
-        length = -(-self.settings["max_length"] // self.settings["pad_to_multiple_of"])
-        length *= self.settings["pad_to_multiple_of"]
-        documents = documents_of(self.settings["max_length"], length, packed=self.settings["packing"])
-        speeds = None if self.use_cpu else Speeds.of_device(self.hardware.gpu_name, documents)
-        if speeds is None:
-            return None
-        found = fastest_memory_options(
-            self.setup_with,
-            self.asked_memory_options,
-            length=length,
-            documents=documents,
-            speeds=speeds,
-            room=Room(device_bytes=self.hardware.gpu_bytes, host_bytes=self.hardware.host_bytes),
-        )
-        return None if found is None else dict(found.asked)
-
-    def setup_with(self, memory_options: Mapping[str, Any]) -> MemorySetup:
-        """Return what memory is predicted from, with these options and their preset, balanced if they have none."""
-        asked = {name: value for name, value in memory_options.items() if name != "memory"}
-        settings = {**self.settings, "memory": memory_options.get("memory", "balanced")}
-        changed = replace(self, settings=settings, asked_memory_options=asked).with_memory_options()
-        return changed.memory_setup(min(self.setup.devices_per_node, self.dims.world_size))
+        length = self.settings["max_length"]
+        row = list(documents or assumed(length, packed=self.settings["packing"]))
+        multiple = self.settings["pad_to_multiple_of"]
+        padded = -(-length // multiple) * multiple
+        return cost(self.shape, self.machine, padded, row, counts_experts=self.counts_experts)
 
     def with_memory_options(self) -> Run:
         """Return the run with its memory options among the settings."""

@@ -23,7 +23,7 @@ from transformers.trainer_callback import DefaultFlowCallback
 from trl import SFTConfig
 
 from longctx.data import SourceReport
-from longctx.forecast.expected_step import ExpectedStep
+from longctx.forecast.cost import Cost
 from longctx.launch.console import say
 from longctx.launch.terminal import INTERRUPTED
 from longctx.packing import PackingReport
@@ -64,7 +64,7 @@ class CompareForecast(TrainerCallback):
     STEP = 3
     """The step after which it does; the first ones compile kernels and fill caches."""
 
-    def __init__(self, expected: ExpectedStep):
+    def __init__(self, expected: Cost):
         self.expected = expected
         self.is_done = False
 
@@ -74,10 +74,10 @@ class CompareForecast(TrainerCallback):
         if self.is_done or "peak_memory_gib_max" not in logs or state.global_step < min(self.STEP, state.max_steps):
             return
         self.is_done, said = True, "measured"
-        if (predicted := self.expected.tokens_per_second_per_device) is not None:
+        if (predicted := self.expected.known_speed) is not None:
             speed = logs["tokens_per_second_per_device"]
             said += f" {speed:,.0f} tokens/s a device, and {predicted:,.0f} were predicted;"
-        peak, predicted = logs["peak_memory_gib_max"], self.expected.memory.allocated_bytes / GIB
+        peak, predicted = logs["peak_memory_gib_max"], self.expected.allocated_bytes / GIB
         say(f"{said} {peak:.1f} GiB of tensors on the fullest GPU, and {predicted:.1f} were predicted")
 
 

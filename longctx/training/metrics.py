@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from longctx.attention.cost import PEAK_FLOPS
 from longctx.data import IGNORE_INDEX
 from longctx.layers.routers import Routers
+from longctx.machine.speeds import PEAK_FLOPS
 from longctx.model.allow_list import has_experts, has_windows, head_sizes
 from longctx.model.recurrent import recurrent_sizes
 from longctx.regions import PARTS, clock

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.forecast.hardware import host_bytes, peak_resident_bytes
+from longctx.machine.here import host_bytes, peak_resident_bytes
 
 GIB = 2**30
 

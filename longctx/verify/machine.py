@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
-from longctx.attention.cost import measure_link
 from longctx.attention.kernels import DenseKernel, flash_attn, prefer
 from longctx.launch.accelerate import default_config_file
+from longctx.machine.measure import measure_link
 from longctx.model.allow_list import head_size, kernel_of
 from longctx.ranks.agreement import gather_objects
 from longctx.settings.run import Run

@@ -1,6 +1,6 @@
 """Speeds of this machine, measured on all its devices at once, as a run uses them, in well under a minute.
 
-    python -m longctx.forecast.measure RESULT.json    # one process of a group, as `measure_speeds` starts them
+    python -m longctx.machine.measure RESULT.json    # one process of a group, as `measure_speeds` starts them
 
 GPUs compute in bf16, a CPU in fp32. Every value is that of the slowest process. Only one node is measured, so links to
 other nodes are assumed to be as fast as those within it.
@@ -18,21 +18,19 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from longctx.attention.cost import FLOPS_BACKWARD, FLOPS_FORWARD, Device, Link, both_passes, device_named, measure_link
 from longctx.attention.kernels.choose import choose_kernel
 from longctx.attention.kernels.entries import Entries
-from longctx.forecast.hardware import host_bytes
-from longctx.forecast.step_time import ADAMW_TRAFFIC_BYTES, Speeds
 from longctx.launch.network import choose_interface
 from longctx.launch.spawn import device_count, spawn
 from longctx.launch.store import meeting_point
+from longctx.machine.here import Machine, host_bytes
+from longctx.machine.speeds import ADAMW_TRAFFIC_BYTES, FLOPS_BACKWARD, FLOPS_FORWARD, Link, Speeds
 from longctx.ranks.agreement import gather_objects
 
 REPETITIONS = 5
@@ -102,19 +100,14 @@ def measure_speeds(num_devices: int) -> Speeds:
         code = spawn(num_devices, [str(result)], module=__name__)
         if code:
             raise RuntimeError(f"A process that measured this machine ended with code {code}.")
-        return _speeds(json.loads(result.read_text()))
+        values = json.loads(result.read_text())
+        return Speeds(**values | {name: Link(*values[name]) for name in ("within", "across")})
 
 
 def device_memory() -> tuple[int, int]:
     """Return the bytes of a device and of the host's memory, which are the same if the devices are the host's CPU."""
     host = host_bytes()
     return (torch.cuda.mem_get_info()[1] if device_count() else host), host
-
-
-def _speeds(values: dict[str, Any]) -> Speeds:
-    device = values["device"]
-    links = {name: Link(**device[name]) for name in ("within", "across")}
-    return Speeds(**values | {"device": Device(**device | links)})
 
 
 def measure_together(clock: Callable[[], float] = time.perf_counter, work: Work | None = None) -> Speeds:
@@ -131,24 +124,21 @@ def measure_together(clock: Callable[[], float] = time.perf_counter, work: Work 
     work = work or (_ON_GPU if on_gpu else _ON_CPU)
     if on_gpu:
         torch.cuda.set_device(device)
-    known = device_named(torch.cuda.get_device_name(device) if on_gpu else "CPU")
+    known = Speeds.named(torch.cuda.get_device_name(device) if on_gpu else "CPU")
     seconds = partial(_seconds, device=device, clock=clock)
     forward, backward = _attention_flops(work, device, seconds)
     within = measure_link(None, device) if dist.get_world_size() > 1 else known.within
-    return Speeds(
-        matmul_flops=_matmul_flops(work, device, seconds),
-        attention_forward_flops=forward,
-        attention_backward_flops=backward,
-        device=replace(
-            known,
-            attention_flops=both_passes(forward, backward),
-            memory_speed=_memory_speed(work, device, seconds),
-            within=within,
-            across=within,
-            launch_seconds=_launch_seconds(device, seconds),
-        ),
+    return replace(
+        known,
+        matmul=_matmul_flops(work, device, seconds),
+        attention_forward=forward,
+        attention_backward=backward,
+        memory=_memory_speed(work, device, seconds),
+        within=within,
+        across=within,
         host_link=_host_link(work, device, seconds),
         host_memory=_host_memory(work, seconds) * dist.get_world_size(),
+        launch_seconds=_launch_seconds(device, seconds),
     )
 
 
@@ -214,10 +204,16 @@ def _launch_seconds(device: torch.device, seconds: Seconds) -> float:
     return seconds(launch) / times
 
 
-def _seconds(work: Callable[[], object], *, device: torch.device, clock: Callable[[], float]) -> float:
+def _seconds(
+    work: Callable[[], object],
+    *,
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
+    repetitions: int = REPETITIONS,
+) -> float:
     """Return the median seconds of the slowest process; all processes start together."""
     times = []
-    for _ in range(REPETITIONS + 1):
+    for _ in range(repetitions + 1):
         dist.barrier()
         started = clock()
         work()
@@ -225,6 +221,58 @@ def _seconds(work: Callable[[], object], *, device: torch.device, clock: Callabl
             torch.cuda.synchronize(device)
         times.append(clock() - started)
     return max(gather_objects(statistics.median(times[1:])))
+
+
+def with_measured_links(machine: Machine, device: torch.device) -> Machine:
+    """Return the machine with link speeds measured among the running processes. All ranks call this together."""
+    world_size, node = dist.get_world_size(), machine.per_node
+    across = machine.speeds.across
+    if world_size > node:
+        across = measure_link(None, device)
+        leaving = (world_size - node) / (world_size - 1)  # the part of the bytes that leaves a node
+        across = across._replace(exchange=across.exchange * leaving)
+    within = machine.speeds.within
+    if node == world_size > 1:
+        within = measure_link(None, device)
+    elif node > 1:
+        within = measure_link(dist.new_subgroups(node)[0], device)
+    return replace(machine, speeds=replace(machine.speeds, within=within, across=across))
+
+
+def measure_link(
+    group: dist.ProcessGroup | None, device: torch.device, *, num_bytes: int = 8 << 20, repetitions: int = REPETITIONS
+) -> Link:
+    """Measure an all-to-all and a hop around the ring in a running group. All ranks of the world call this together.
+
+    Args:
+        group: this rank's group, of at least two ranks; None means all ranks.
+        device: device of the buffers, as the group's backend needs.
+        num_bytes: bytes that every rank sends.
+        repetitions: measurements whose median counts, after one more to warm up.
+
+    Returns:
+        The slowest rank's speeds, the same on every rank of the world.
+    """
+    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    assert world_size > 1, "one rank has no link to measure"
+    sent = torch.zeros(num_bytes // world_size * world_size, dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+    ranks = dist.get_process_group_ranks(group)
+
+    def exchange() -> None:
+        dist.all_to_all_single(received, sent, group=group)
+
+    def pass_on() -> None:
+        to, source = ranks[(rank + 1) % world_size], ranks[rank - 1]
+        operations = [dist.P2POp(dist.isend, sent, to, group), dist.P2POp(dist.irecv, received, source, group)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    away = len(sent) * (world_size - 1) / world_size
+    return Link(
+        exchange=away / _seconds(exchange, device=device, repetitions=repetitions),
+        pass_on=len(sent) / _seconds(pass_on, device=device, repetitions=repetitions),
+    )
 
 
 def _main(result: str) -> None:
