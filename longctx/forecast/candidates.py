@@ -269,7 +269,7 @@ def with_reach(candidate: Candidate, machine: Machine) -> Candidate:
     if candidate.memory == AUTO:
         for memory_options in FARTHEST:
             with suppress(ValueError):
-                setups.append(replace(candidate.setup_of(memory_options), layer_factor=candidate.setup.layer_factor))
+                setups.append(candidate.setup_of(memory_options))
     longest = max(reach(setup, machine.device_bytes, machine.host_bytes) for setup in setups)
     return replace(candidate, max_length=longest.length, binds=longest.binds)
 
@@ -298,9 +298,8 @@ def _with_overlap(setup: MemorySetup, machine: Machine, documents: Sequence[int]
 
 def _tuned(candidate: Candidate, machine: Machine, length: int, documents: Sequence[int]) -> Candidate:
     """Return the candidate with the fastest memory options for this length, or as it is if none fit."""
-    factor = candidate.setup.layer_factor
     found = fastest_memory_options(
-        lambda memory_options: replace(candidate.setup_of(memory_options), layer_factor=factor),
+        candidate.setup_of,
         {},
         length=length,
         documents=documents,

@@ -76,7 +76,7 @@ def layer_bytes(setup: MemorySetup) -> Layer:
     else:
         norms, qk_norms = _norms(h, b, stream), (4 + b) * (q + kv)
     tensors, tensors_backward = (3, 1) if setup.fused_layers else (4, 2)  # gate, up, (activation,) product
-    layer = Layer(
+    return Layer(
         norm_before_attention=norms[0] + qk_norms * model.has_qk_norm,
         norm_before_mlp=norms[1],
         norm_backward=2 * stream * h if norms_lean else (stream + NORM_BACKWARD_STEPS * FP32) * h,
@@ -86,7 +86,6 @@ def layer_bytes(setup: MemorySetup) -> Layer:
         mlp=tensors * b * width + 2 * b * h * model.num_experts_per_token,
         mlp_backward=tensors_backward * b * width + stream * h,
     )
-    return Layer(*(setup.layer_factor * size for size in layer))
 
 
 def _norms(h: int, b: int, stream: int) -> tuple[int, int]:

@@ -88,8 +88,6 @@ class MemorySetup:
     """Whether the devices are the host's own CPU, so that all memory is the host's."""
     quantized_weight_bytes: float | None = None
     """Bytes of a 4-bit weight of a linear layer, its scale included. None without quantisation."""
-    layer_factor: float = 1.0
-    """Factor of what a layer saves and makes, as traces of the model found it (`longctx.forecast.calibrate`)."""
 
     def __post_init__(self) -> None:
         if self.sp % self.ring or self.model.num_heads % self.ulysses:
