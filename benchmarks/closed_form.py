@@ -234,7 +234,7 @@ TRACED: dict[str, dict[str, Any]] = {
     },
     "ulysses, 8,192 tokens at a time": {"sp": 8, "sequence_chunk_size": 8192},
 }
-"""Set-ups that `longctx.forecast.traced_step` traces too."""
+"""Set-ups that `benchmarks.memory.step` traces too."""
 TILES: dict[str, Any] = {"tiled_mlp_num_shards": 0, "heads_k_stride": 1}
 VOCABULARY = "the whole vocabulary, MLP in tiles, 1 key/value head at a time"
 MEMORY_OPTIONS = ("tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size")
@@ -246,7 +246,7 @@ def traces(*, pairs: bool = False) -> str:
     Args:
         pairs: whether the step is that of DPO, on one pair of answers, and not that of fine-tuning on one document.
     """
-    from longctx.forecast.traced_step import StepSettings, trace_training_step
+    from .memory.step import StepSettings, trace_training_step
 
     config = copy.deepcopy(CONFIGS["meta-llama/Llama-3.1-8B"])
     config.update({"num_hidden_layers": TRACED_LAYERS, "vocab_size": 4096})

@@ -3,30 +3,25 @@
     python -m benchmarks.planned --output benchmarks/results/planned_h100_DATE                    # all
     python -m benchmarks.planned --models Qwen/Qwen3-0.6B --gpus 1 2 --output DIR
 
-Predicted, never measured: memory by the closed form with layers as traces of each model have them
-(`longctx.forecast.calibrate`), time by `longctx.forecast.step_time`. Nodes have eight H100s of 80 GB and 1.9 TB of host
-memory. All devices share one sequence, and a step trains on that sequence. Hybrid is the split that does best.
-*balanced* and *longest* are presets of --memory. Seconds are those of --memory auto, which leaves a tenth of the memory
-free, or of the faster preset where only a preset fits. Everything is in planned.jsonl, with memory by category at the
-longest sequence.
+Predicted, never measured: memory by `longctx.forecast.closed_form`, time by `longctx.forecast.step_time`. Nodes have
+eight H100s of 80 GB and 1.9 TB of host memory. All devices share one sequence, and a step trains on that sequence.
+Hybrid is the split that does best. *balanced* and *longest* are presets of --memory. Seconds are those of --memory
+auto, which leaves a tenth of the memory free, or of the faster preset where only a preset fits. Everything is in
+planned.jsonl, with memory by category at the longest sequence.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from longctx.attention.backends import BACKENDS
-from longctx.forecast.calibrate import Calibration, calibrate, corrected
 from longctx.forecast.candidates import DEVICE_BYTES, Candidate, Machine, Outlook, candidates, outlook
 from longctx.forecast.closed_form import predict
 from longctx.forecast.memory_options import AUTO
@@ -64,16 +59,12 @@ def found_on(gpus: int, config: PretrainedConfig) -> list[Candidate]:
     return [c for c in candidates(config, machine(gpus), presets=(*PRESETS, AUTO)) if c.dims.sp == gpus]
 
 
-def calibrations_of(config: PretrainedConfig, gpus: Sequence[int]) -> list[Calibration]:
-    return calibrate(config, [candidate for n in gpus for candidate in found_on(n, config)])
-
-
-def plan(config: PretrainedConfig, gpus: Sequence[int], calibrations: Sequence[Calibration]) -> Table:
+def plan(config: PretrainedConfig, gpus: Sequence[int]) -> Table:
     """Every candidate on so many devices, at LENGTHS."""
     return {
         candidate: [outlook(candidate, machine(n), length) for length in LENGTHS]
         for n in gpus
-        for candidate in corrected(found_on(n, config), machine(n), calibrations)
+        for candidate in found_on(n, config)
     }
 
 
@@ -110,7 +101,6 @@ def records(model: str, table: Table) -> list[dict[str, Any]]:
             "ulysses": candidate.dims.ulysses,
             "engine": candidate.engine,
             "memory": candidate.memory,
-            "layer_factor": round(candidate.setup.layer_factor, 4),
             "max_length": candidate.max_length,
             "binds": candidate.binds,
             "at_max_length": _memory(candidate),
@@ -134,7 +124,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.planned", description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=tuple(CONFIGS))
     parser.add_argument("--gpus", type=int, nargs="+", default=list(GPUS))
-    parser.add_argument("--workers", type=int, default=2, help="Models that are traced at once.")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -152,20 +141,14 @@ def main(arguments: list[str] | None = None) -> int:
         "",
     ]
     found = []
-    with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
-        traced = list(pool.map(partial(calibrations_of, gpus=options.gpus), [CONFIGS[m] for m in options.models]))
-    for model, calibrations in zip(options.models, traced, strict=True):
-        table = plan(CONFIGS[model], options.gpus, calibrations)
+    for model in options.models:
+        table = plan(CONFIGS[model], options.gpus)
         name = model.split("/")[1]
         folder = options.output / name
         folder.mkdir(exist_ok=True)
         note = f"predicted, {DEVICE} 80 GB, 8 a node; --memory {', '.join(PRESETS)} or auto"
         draw_lengths_and_seconds(folder, table, devices=lambda c: c.dims.world_size, title=name, note=note)
-        factors = ", ".join(
-            f"{c.backend}{f' {c.ulysses} x' * (c.ulysses > 0)} {c.memory} {c.problem or f'{c.factor:.2f}'}"
-            for c in calibrations
-        )
-        page += [f"## {name}", "", *lines_of(table), "", f"Factors of a layer's bytes by traces: {factors}.", ""]
+        page += [f"## {name}", "", *lines_of(table), ""]
         page += [f"![longest sequences]({name}/max_length.png)", f"![seconds]({name}/seconds_per_step.png)", ""]
         found += records(model, table)
     (options.output / "table.md").write_text("\n".join(page))

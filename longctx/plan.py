@@ -1,8 +1,8 @@
 """`python -m longctx.plan --model_name_or_path Qwen/Qwen3-8B --gpus 8`: what fits, how fast, and how to start it.
 
-Everything is predicted: memory by `longctx.forecast.closed_form`, which `longctx.forecast.calibrate` corrects for the
-model at hand, and time by `longctx.forecast.step_time`. No weights are read, and no process is started. The exit code
-is 0, 1 if no set-up fits --max_length, or 2 for input that cannot be planned.
+Everything is predicted: memory by `longctx.forecast.closed_form`, and time by `longctx.forecast.step_time`. No weights
+are read, and no process is started. The exit code is 0, 1 if no set-up fits --max_length, or 2 for input that cannot be
+planned.
 """
 
 from __future__ import annotations
@@ -97,14 +97,6 @@ def _parser() -> argparse.ArgumentParser:
     }.items():
         parser.add_argument(f"--{name}", type=_boolean, nargs="?", const=True, default=False, help=meaning)
     parser.add_argument("--lora_r", type=int, default=16, help="Rank of the adapter. Default: 16.")
-    parser.add_argument(
-        "--no_calibration",
-        action="store_true",
-        help="Do not correct the closed form with traces of the model; saves some seconds.",
-    )
-    parser.add_argument(
-        "--trace", action="store_true", help="Also trace a step of the recommended setup; takes about a minute."
-    )
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of tables.")
     parser.add_argument("--output", type=Path, help="Folder for plan.json, plan.md, plan.html and pictures.")
     parser.add_argument(
@@ -130,7 +122,7 @@ def _plan(options: argparse.Namespace) -> int:
     from longctx.model.load import load_config
     from longctx.model.rope import extended, parse_rope_scaling, replacement
     from longctx.model.tied_head import untie_as_stored
-    from longctx.report.plan_text import Commands, as_text, first_answer
+    from longctx.report.plan_text import Commands, as_text
 
     if options.output is not None and find_spec("matplotlib") is None:
         raise ValueError(
@@ -158,19 +150,7 @@ def _plan(options: argparse.Namespace) -> int:
         ["balanced", AUTO] if options.load_in_4bit else ["balanced", "longest", "fastest", AUTO]
     )
     found = candidates(config, machine, presets=presets, settings=_adapter(options))
-    if options.no_calibration:
-        plan = _planned(options, commands, machine, presets, found, [])
-    else:
-        first = _planned(options, commands, machine, presets, found, [], with_table=False)
-        if not options.json:
-            print(first_answer(first.result), flush=True)
-        from longctx.forecast.calibrate import calibrate, corrected
-
-        calibrations = calibrate(config, found)
-        plan = _planned(options, commands, machine, presets, corrected(found, machine, calibrations), calibrations)
-        plan.result["changed"] = _label(first.best) != _label(plan.best)
-    if options.trace and plan.best is not None:
-        plan.result["trace"] = _retraced(config, plan.best, machine)
+    plan = _planned(options, commands, machine, presets, found)
     print(json.dumps(plan.result, indent=1) if options.json else as_text(plan.result))
     if options.output is not None:
         _write(options.output, plan, machine)
@@ -197,20 +177,10 @@ class _Planned(NamedTuple):
         return PlanPage(**self.page).html()
 
 
-def _label(best: Any) -> str | None:
-    return None if best is None else best.candidate.label
-
-
 def _planned(
-    options: argparse.Namespace,
-    commands: Any,
-    machine: Any,
-    presets: Sequence[str],
-    found: Sequence[Any],
-    calibrations: Sequence[Any],
-    with_table: bool = True,
+    options: argparse.Namespace, commands: Any, machine: Any, presets: Sequence[str], found: Sequence[Any]
 ) -> _Planned:
-    """Return the plan for these candidates; without its table, for the length of the recommendation alone."""
+    """Return the plan for these candidates."""
     from longctx.forecast.candidates import next_best, outlook, recommend
     from longctx.forecast.documents import drawn_from, one_document, one_pair
     from longctx.model.branches import branch_obstacle
@@ -222,8 +192,6 @@ def _planned(
     lengths = sorted({*options.lengths, *([options.max_length] if options.max_length else [])})
     longest = max(candidate.max_length for candidate in found)
     wanted = options.max_length or max((n for n in lengths if n <= longest), default=min(lengths))
-    if not with_table:  # a quarter of the time
-        lengths = [wanted]
     table = {c: [outlook(c, machine, length, documents) for length in lengths] for c in found}
     there = [outlooks[lengths.index(wanted)] for outlooks in table.values()]
     best = recommend(there)
@@ -238,19 +206,15 @@ def _planned(
         "presets": presets,
         "lengths": lengths,
         "context": commands.context(wanted),
-        "calibration": [calibration._asdict() for calibration in calibrations],
         "candidates": [_as_dict(candidate, outlooks) for candidate, outlooks in table.items()],
         "reference_seconds": None if best is None or not of_pairs else _reference_seconds(best, machine),
         "recommendation": None if best is None else _recommendation(best, there, commands, machine),
         "next_best": None if second is None else _recommendation(second, there, commands, machine),
-        "changed": None,
-        "trace": None,
     }
     page = {
         "machine": machine,
         "commands": commands,
         "presets": presets,
-        "calibrations": calibrations,
         "documents": documents,
         "lengths": lengths,
         "length": wanted,
@@ -266,15 +230,6 @@ def _adapter(options: argparse.Namespace) -> dict[str, Any]:
     names = ("model_name_or_path", "use_peft", "lora_r", "load_in_4bit", "use_bnb_nested_quant")
     adapter = {name: getattr(options, name) for name in names}
     return adapter | ({"dtype": "bfloat16"} if options.load_in_4bit else {})
-
-
-def _retraced(config: Any, best: Any, machine: Any) -> dict[str, Any]:
-    from longctx.forecast.calibrate import retrace
-
-    try:
-        return asdict(retrace(config, best, machine))
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise ValueError(f"--trace: this model's step does not run on fake tensors. Leave it out. {error}") from error
 
 
 def _write(folder: Path, plan: _Planned, machine: Any) -> None:

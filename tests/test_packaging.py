@@ -84,7 +84,7 @@ def test_a_new_environment_trains_plans_verifies_and_sweeps(built, tmp_path):
         "train", "--accelerate_config", "context_parallel_2gpu", "--max_length", "256", "--dry_run", "--explain"
     )
     assert "exact: sp 2 and one device agree" in longctx_command("verify", *short)
-    assert "Recommended" in longctx_command("plan", "--model_name_or_path", "tiny", "--gpus", "2", "--no_calibration")
+    assert "Recommended" in longctx_command("plan", "--model_name_or_path", "tiny", "--gpus", "2")
     found = ["--gpus", "1", "--backends", "ulysses", "--memory_budget_gib", "0.01", "--precision", "0.5"]
     longctx_command("bench", *found, "--lengths", "64", "--steps", "1", "--output", "sweep")
     assert (tmp_path / "sweep/table.md").is_file()

@@ -9,16 +9,14 @@ from dataclasses import replace
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from transformers import Gemma3TextConfig, LlamaConfig
+from transformers import LlamaConfig
 
 from longctx.attention.backends import BACKENDS
-from longctx.forecast.calibrate import calibrate, corrected, trace_parts, traceable
 from longctx.forecast.candidates import Machine, candidates, next_best, outlook, recommend, why
 from longctx.forecast.closed_form import predict
 from longctx.forecast.hardware import Hardware
 from longctx.forecast.model_sizes import ModelSizes, adapter_rows
 from longctx.forecast.step_time import Speeds
-from longctx.forecast.traced_step import StepSettings, trace_training_step
 from longctx.model.load import load_config
 from longctx.model.tiny import tiny_config
 from longctx.plan import main
@@ -38,7 +36,7 @@ MACHINE = Machine(
     kernel="flash-attn 3",
     speeds=Speeds.of("H100", "flash-attn 3"),
 )
-TINY = ["--model_name_or_path", "tiny", "--no_calibration"]
+TINY = ["--model_name_or_path", "tiny"]
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +111,7 @@ def test_beyond_a_node_are_whole_nodes_and_one_split_of_hybrid() -> None:
 
 def test_a_length_beyond_the_context_is_extended_in_the_command(tmp_path, capsys) -> None:
     LLAMA_8B.save_pretrained(tmp_path)  # of 2,048 tokens
-    flags = ["--model_name_or_path", str(tmp_path), "--no_calibration", "--gpus", "2", "--lengths", "2048"]
+    flags = ["--model_name_or_path", str(tmp_path), "--gpus", "2", "--lengths", "2048"]
     assert main([*flags, "--max_length", "9000"]) == 0
     printed = capsys.readouterr().out
     assert "The model's context is 2,048 tokens, and 9,000 are beyond it." in printed
@@ -135,25 +133,13 @@ def test_pictures_are_refused_before_any_work_without_matplotlib(tmp_path, capsy
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("traces", [False, pytest.param(True, marks=pytest.mark.long)], ids=["none", "all"])
-def test_the_first_answer_comes_before_the_traces(traces, capsys, monkeypatch) -> None:
-    printed_before = []
-
-    def listen(config, found):
-        printed_before.append(capsys.readouterr().out)
-        return calibrate(config, found) if traces else []
-
-    if not traces:  # which take 15 s
-        monkeypatch.setattr("longctx.forecast.calibrate.corrected", lambda found, *_: found)
-    monkeypatch.setattr("longctx.forecast.calibrate.calibrate", listen)
-    assert main(["--model_name_or_path", "tiny", "--gpus", "2", "--max_length", "4096"]) == 0
-    assert "Recommended for 4,096 tokens" in printed_before[0]
-    assert "accelerate launch" in printed_before[0]
-    after = capsys.readouterr().out
-    assert after.startswith("Traces of the model keep the recommendation of the closed form.")
-    assert after.index("Recommended for") < after.index("Next best: ") < after.index("backend ")
-    first = re.search(r"--sp (\d)", after)
-    assert f"A step of {2 // int(first[1])} sequence" in after
+def test_the_answer_is_printed_once(capsys) -> None:
+    assert main([*TINY, "--gpus", "2", "--max_length", "4096"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("Recommended for 4,096 tokens") == text.count("backend ") == 1
+    assert text.index("Recommended for") < text.index("Next best: ") < text.index("backend ")
+    first = re.search(r"--sp (\d)", text)
+    assert f"A step of {2 // int(first[1])} sequence" in text
 
 
 def test_thousand_devices_are_planned_in_a_page(capsys) -> None:
@@ -193,60 +179,6 @@ def test_a_folder_gets_the_plan_and_its_pictures(tmp_path, capsys) -> None:
     assert json.loads((tmp_path / "plan" / "plan.json").read_text())["recommendation"]["sp"] == 1
 
 
-UNKNOWN = Gemma3TextConfig(
-    hidden_size=128,
-    intermediate_size=512,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    vocab_size=512,
-    layer_types=["full_attention"] * 4,
-)
-"""Four norms a layer, twice what the closed form counts."""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("backend", ["ulysses", "ring"])
-def test_calibrated_layers_are_those_of_a_trace(backend) -> None:
-    """At another length, degree and depth than those that calibrate: the bytes that 4,096 more tokens take."""
-    found = [c for c in candidates(UNKNOWN, replace(MACHINE, gpus=4), presets=["balanced"]) if c.backend == backend]
-    calibrations = calibrate(UNKNOWN, found)
-    assert [c.problem for c in calibrations] == [""]
-    assert calibrations[0].factor != pytest.approx(1, abs=0.02)
-    candidate = next(c for c in corrected(found, MACHINE, calibrations) if c.dims.sp == 4)
-    traced = [trace_parts(UNKNOWN, traceable(candidate.setup), tokens) for tokens in (4096, 8192)]
-    more = max(after[0] for after in traced[1].values()) - max(before[0] for before in traced[0].values())
-
-    def predicted(setup) -> float:
-        setup = traceable(setup)
-        return predict(setup, 4 * 8192).allocated_bytes - predict(setup, 4 * 4096).allocated_bytes
-
-    assert predicted(candidate.setup) == pytest.approx(more, rel=0.05)
-    assert predicted(replace(candidate.setup, layer_factor=1.0)) != pytest.approx(more, rel=0.05)
-
-
-def test_what_cannot_be_traced_keeps_the_closed_form_and_says_so() -> None:
-    """Here for want of heads that eight ranks could exchange."""
-    found = [c for c in candidates(LLAMA_8B, MACHINE, presets=["balanced"]) if c.backend == "ulysses"]
-    fewer_heads = LlamaConfig(hidden_size=96, num_attention_heads=3, num_key_value_heads=3, vocab_size=64)
-    (calibration,) = calibrate(fewer_heads, found)
-    assert calibration.factor == 1
-    assert "3" in calibration.problem
-
-
-@pytest.mark.long
-def test_the_recommendation_is_retraced(capsys) -> None:
-    flags = ["--gpus", "2", "--max_length", "8192", "--lengths", "8192", "--memory", "balanced"]
-    assert main([*TINY, *flags, "--trace", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    best, trace = plan["recommendation"], plan["trace"]
-    assert (best["sp"], best["engine"]) == (1, "fsdp2")
-    whole = trace_training_step(tiny_config(), StepSettings(length=8192, dp=2))
-    assert trace["traced_bytes"] == pytest.approx(whole.peak_bytes, rel=0.01)
-    assert trace["longest"][0] > 8192
-
-
 @pytest.mark.long
 def test_the_machine_at_hand_is_measured(capsys) -> None:
     assert main([*TINY, "--measure", "--gpus", "1", "--lengths", "4096", "--json"]) == 0
@@ -276,7 +208,7 @@ def test_the_command_it_prints_resolves(tmp_path, capsys) -> None:
 def test_the_commands_that_it_prints_fit_their_machine(gpus, length, tmp_path, monkeypatch, capsys) -> None:
     """As training predicts it from their flags: nothing that a plan assumes is left out of its command."""
     LLAMA_8B.save_pretrained(tmp_path)
-    flags = ["--gpus", str(gpus), "--max_length", str(length), "--lengths", str(length), "--json", "--no_calibration"]
+    flags = ["--gpus", str(gpus), "--max_length", str(length), "--lengths", str(length), "--json"]
     assert main(["--model_name_or_path", str(tmp_path), *flags]) == 0
     plan = json.loads(capsys.readouterr().out)
     machine = plan["machine"]
@@ -316,7 +248,7 @@ def test_4_bit_weights_are_planned_as_training_checks_them(more, wide_layers, mo
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
     monkeypatch.setattr("longctx.settings.resolve.QLORA_VERSIONS", {})  # nothing is quantised here
     quantised = ["--use_peft", "True", "--load_in_4bit", "True", *more]
-    assert main(["--model_name_or_path", wide_layers, "--no_calibration", "--gpus", "2", *quantised]) == 0
+    assert main(["--model_name_or_path", wide_layers, "--gpus", "2", *quantised]) == 0
     printed = capsys.readouterr().out
     assert " ".join(quantised[2:]) in printed
     assert "--dtype bfloat16" in printed
@@ -345,7 +277,7 @@ def test_4_bit_weights_are_planned_as_training_checks_them(more, wide_layers, mo
     ],
 )
 def test_4_bit_weights_are_refused_as_in_training(flags, message, wide_layers, capsys) -> None:
-    assert main(["--model_name_or_path", wide_layers, "--no_calibration", "--load_in_4bit", "True", *flags]) == 2
+    assert main(["--model_name_or_path", wide_layers, "--load_in_4bit", "True", *flags]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -430,7 +362,7 @@ def test_pairs_that_do_not_share_their_prompt_are_planned_as_two_documents(tmp_p
     plans = []
     for number, config in enumerate((tiny_config(), windows)):
         config.save_pretrained(tmp_path / str(number))
-        flags = ["--model_name_or_path", str(tmp_path / str(number)), "--method", "dpo", "--json", "--no_calibration"]
+        flags = ["--model_name_or_path", str(tmp_path / str(number)), "--method", "dpo", "--json"]
         sizes = ["--gpus", "2", "--max_length", "524288", "--lengths", "524288", "--memory", "balanced"]
         assert main([*flags, *sizes]) == 0
         plans.append(json.loads(capsys.readouterr().out))

@@ -16,6 +16,8 @@ import torch
 from datasets import Dataset
 from transformers import CONFIG_MAPPING, LlamaConfig
 
+from benchmarks.memory.step import StepSettings, fake_process_group
+from benchmarks.memory.trace import MemoryTracer
 from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import Documents, choose_backend, documents_given
 from longctx.attention.interface import longctx_attention
@@ -27,8 +29,6 @@ from longctx.data.contents import file_state
 from longctx.data.mixing import _order, _part, _Reader
 from longctx.forecast.closed_form import reach
 from longctx.forecast.memory_setup import MemorySetup
-from longctx.forecast.memory_trace import MemoryTracer
-from longctx.forecast.traced_step import StepSettings, fake_process_group
 from longctx.launch.network import choose_interface
 from longctx.launch.slurm import first_host
 from longctx.layers.checkpoints import LayerCheckpoints

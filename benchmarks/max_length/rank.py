@@ -20,7 +20,6 @@ from trl import DPOConfig, DPOTrainer, ModelConfig, SFTConfig, SFTTrainer, get_p
 
 import longctx.run
 from longctx.forecast.memory_setup import MemorySetup
-from longctx.forecast.memory_trace import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, MemoryTracer
 from longctx.model.adapter import quantization_of
 from longctx.model.load import count_parameters, load_config, load_model, load_tokenizer
 from longctx.packing import PackedDataset
@@ -36,6 +35,7 @@ from longctx.training.peak_memory import PeakMemory
 from longctx.upstream.accelerate_internals import promote
 
 from ..elsewhere.steps import start_stock
+from ..memory.trace import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, MemoryTracer
 
 
 @dataclass(frozen=True, kw_only=True)

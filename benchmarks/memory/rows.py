@@ -23,8 +23,10 @@ from transformers.models.qwen3 import modeling_qwen3
 from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
 
-from longctx.forecast.memory_trace import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, MemoryTrace
-from longctx.forecast.traced_step import (
+from longctx.upstream.transformers_internals import enable_checkpointing
+
+from ..published import CONFIGS
+from .step import (
     StepSettings,
     fake_process_group,
     fsdp2,
@@ -32,9 +34,7 @@ from longctx.forecast.traced_step import (
     trace_fake_step,
     trace_training_step,
 )
-from longctx.upstream.transformers_internals import enable_checkpointing
-
-from ..published import CONFIGS
+from .trace import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, MemoryTrace
 
 RESERVE = 5_500_000_000
 """Bytes of the device for its context, libraries, messages and fragmentation: fitted from published tables."""

@@ -17,12 +17,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 from trl.trainer.utils import add_fused_lm_head
 
-from longctx.forecast.memory_trace import MemoryTracer
-from longctx.forecast.traced_step import (
-    StepSettings,
-    fsdp2,
-    row_of,
-)
 from longctx.launch.network import choose_interface
 from longctx.parallel import SequenceParallel, parallelize
 from longctx.sequence.host_tensors import SavedOnHost
@@ -32,6 +26,12 @@ from longctx.upstream.transformers_internals import enable_checkpointing
 from ..packing import print_head, print_row
 from ..ranks import results_of
 from .rows import STATES, count_parameters
+from .step import (
+    StepSettings,
+    fsdp2,
+    row_of,
+)
+from .trace import MemoryTracer
 
 
 def small_config(hidden_size: int = 256, num_layers: int = 4) -> LlamaConfig:

@@ -3,7 +3,7 @@
     python -m benchmarks.scaling                  # the page, minutes
     python -m benchmarks.scaling --output docs    # and as docs/scaling.md with its pictures
 
-Every step is put together by `longctx.forecast.simulate` from the plan of the documents that the ranks get: nothing
+Every step is put together by `benchmarks.scaling.simulate` from the plan of the documents that the ranks get: nothing
 here is measured. Rows hold either one document, or documents of the length histogram in benchmarks/data, cut to the
 row's length and packed best-fit-decreasing; what a pack leaves over is padding and counts as one more document.
 """

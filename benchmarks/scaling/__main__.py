@@ -38,7 +38,7 @@ HEAD = f"""\
 # How far each backend scales
 
 **All numbers on this page are simulated; nothing is measured.** `python -m benchmarks.scaling --output docs` printed
-them on {{date}}. `longctx.forecast.simulate` builds each training step from these parts:
+them on {{date}}. `benchmarks.scaling.simulate` builds each training step from these parts:
 
 - the plan that places documents on ranks: the query–key pairs of every hop, and the tokens that arrive in it;
 - the published speeds of an {DEVICE} with {KERNEL} (`longctx.forecast.step_time`);

@@ -17,7 +17,6 @@ from longctx.forecast.candidates import DEVICE_BYTES
 from longctx.forecast.closed_form import predict
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.forecast.simulate import SimulatedStep, simulate
 from longctx.forecast.step_time import Speeds, attention_setup
 from longctx.packing import balanced_order, pack, shuffled_order, spread_step
 from longctx.ring.planner import MAX_IMBALANCE
@@ -25,6 +24,7 @@ from longctx.training.dataset import linear_cost
 
 from ..packing import DISTRIBUTIONS
 from ..published import CONFIGS
+from .simulate import SimulatedStep, simulate
 
 DEVICE, KERNEL, NODE = "H100", "flash-attn 3", 8
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
-from longctx.forecast.calibrate import Calibration, corrected
 from longctx.forecast.candidates import Candidate, Machine, Outlook, candidates, outlook, recommend
 from longctx.forecast.documents import RowLengths
 from longctx.forecast.expected_step import FREE_PART
@@ -74,7 +73,6 @@ class PlanPage:
     machine: Machine
     commands: Commands
     presets: Sequence[str]
-    calibrations: Sequence[Calibration]
     documents: RowLengths
     lengths: Sequence[int]
     """Lengths to choose from, besides LENGTHS."""
@@ -87,7 +85,7 @@ class PlanPage:
         about = (
             f"{machine.device}, {machine.device_bytes / 2**30:.0f} GiB each, {machine.gpus_per_node} a node with "
             f"{machine.host_bytes / 2**30:,.0f} GiB of host memory, {machine.kernel}, bf16. Every number is predicted "
-            f"by longctx plan{', with traces of the model' if self.calibrations else ''}; none is measured."
+            "by longctx plan; none is measured."
         )
         return PAGE.format(
             title=escaped(model_folder(self.commands.model).name),
@@ -127,8 +125,6 @@ class PlanPage:
         machine = replace(self.machine, gpus=gpus, gpus_per_node=min(gpus, self.machine.gpus_per_node))
         settings = dict(self.commands.adapter)
         found = candidates(self.commands.config, machine, presets=self.presets, settings=settings)
-        if self.calibrations:
-            found = corrected(found, machine, self.calibrations)
         table = {c: [outlook(c, machine, length, self.documents) for length in lengths] for c in found}
         best = [recommend(outlooks) for outlooks in zip(*table.values(), strict=True)]
         return {

@@ -105,14 +105,7 @@ def as_text(result: dict[str, Any], *, markdown: bool = False) -> str:
     """Return the plan as text: the recommendation, the next best, and a table of all backends and degrees."""
     rows = _rows(result)
     table = _markdown(rows) if markdown else _aligned(rows)
-    lines = [_refined(result), *_answer(result, markdown), _traced(result), table, _legend(result), _calibrated(result)]
-    return _wrapped(lines, markdown, kept=(table,))
-
-
-def first_answer(result: dict[str, Any]) -> str:
-    """Return the recommendation alone, before traces of the model correct it."""
-    note = "Traces of the model now correct this prediction of the closed form. --no_calibration skips them."
-    return _wrapped([*_answer(result, False), note, "-" * WIDTH], False, kept=())
+    return _wrapped([*_answer(result, markdown), table, _legend(result)], markdown, kept=(table,))
 
 
 def _wrapped(lines: Sequence[str], markdown: bool, kept: Sequence[str]) -> str:
@@ -221,27 +214,6 @@ def _legend(result: dict[str, Any]) -> str:
     )
 
 
-def _calibrated(result: dict[str, Any]) -> str:
-    if not (calibrations := result["calibration"]):
-        return "The memory of layers is that of the closed form, without traces of this model."
-    factors: dict[str, list[str]] = {}
-    for c in calibrations:
-        name = f"{c['backend']} {c['ulysses']} x" if c["ulysses"] else c["backend"]
-        factors.setdefault(name, []).append(f"{c['memory']} {'-' if c['problem'] else format(c['factor'], '.2f')}")
-    text = "Memory of layers in traces of this model, divided by that of the closed form: "
-    text += "; ".join(f"{backend}: {', '.join(of)}" for backend, of in factors.items()) + "."
-    if problem := next((c["problem"] for c in calibrations if c["problem"]), ""):
-        text += f" Not traced (-): {problem}."
-    return text
-
-
-def _refined(result: dict[str, Any]) -> str:
-    """Return whether traces of the model changed the recommendation; empty without traces."""
-    if result["changed"] is None:
-        return ""
-    return f"Traces of the model {'change' if result['changed'] else 'keep'} the recommendation of the closed form."
-
-
 def _sequences(plan: dict[str, Any]) -> str:
     return f"{plan['dp']:,} sequence{'s' * (plan['dp'] > 1)}"
 
@@ -271,19 +243,6 @@ def _gathers(best: dict[str, Any], at: dict[str, Any]) -> str:
 
 def _seconds(value: float) -> str:
     return f"{value:,.1f}" if value >= 1 else f"{value:.2g}"
-
-
-def _traced(result: dict[str, Any]) -> str:
-    if not (trace := result["trace"]):
-        return ""
-    stands_in = " with FSDP2 in place of DeepSpeed, which does not run on fake tensors (ZeRO's states by formula)"
-    traced, predicted = trace["traced_bytes"] / 2**30, trace["predicted_bytes"] / 2**30
-    length, binds = trace["longest"]
-    return (
-        f"Traced{stands_in if trace['stands_in'] else ''}: {traced:.2f} GiB allocated at the device's peak, and "
-        f"the closed form predicts {predicted:.2f} ({predicted / traced - 1:+.1%}). With the traced value, the longest "
-        f"sequence has {length:,} tokens, limited by the memory of the {binds}."
-    )
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:

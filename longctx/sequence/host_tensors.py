@@ -17,7 +17,7 @@ _allocating: ContextVar[bool] = ContextVar("allocating_host_memory", default=Fal
 @contextmanager
 def host_memory() -> Iterator[None]:
     """CPU tensors made in here are host memory by intent. On a machine without a GPU all tensors are on the CPU, and
-    `longctx.forecast.memory_trace` tells by this which of them would not be on the device.
+    `benchmarks.memory.trace` tells by this which of them would not be on the device.
     """
     token = _allocating.set(True)
     try:

@@ -251,7 +251,7 @@ def test_plan_forecasts_with_what_the_flag_has_written(tmp_path):
         return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=300).stdout
 
     def plan():
-        flags = ("--memory", "balanced", "--lengths", "32768", "--no_calibration", "--json")
+        flags = ("--memory", "balanced", "--lengths", "32768", "--json")
         return json.loads(run("longctx.plan", "--model_name_or_path", "tiny", "--gpus", "2", *flags))
 
     before, old = plan(), table.read_bytes()

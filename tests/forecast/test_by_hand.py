@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig
 
+from benchmarks.scaling.simulate import simulate
 from longctx.attention.cost import Arrangement, Device, Link, RingWork, Setup
 from longctx.attention.modelled import attention_time, modelled_seconds
 from longctx.forecast import closed_form
@@ -28,7 +29,6 @@ from longctx.forecast.hardware import Hardware
 from longctx.forecast.layer_memory import layer_bytes, saved_by_layer
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.forecast.simulate import simulate
 from longctx.forecast.step_time import Speeds, forward_seconds, optimizer_seconds, step_time, weights_seconds
 
 CONFIG = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 4}

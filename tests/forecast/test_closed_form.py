@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from benchmarks import closed_form as published
+from benchmarks.memory.step import StepSettings, trace_training_step
 from benchmarks.published import CONFIGS, HELD_BACK, PUBLISHED
 from longctx.forecast import coefficients
 from longctx.forecast.closed_form import max_length, predict, reach
@@ -27,7 +28,6 @@ from longctx.forecast.coefficients import GB
 from longctx.forecast.documents import one_pair
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.forecast.traced_step import StepSettings, trace_training_step
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}

@@ -12,9 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from longctx.forecast import memory_trace as trace_module
-from longctx.forecast import traced_step as step
-from longctx.forecast.memory_trace import (
+from benchmarks.memory import step
+from benchmarks.memory import trace as trace_module
+from benchmarks.memory.step import StepSettings, fsdp2, row_of, trace_training_step
+from benchmarks.memory.trace import (
     ACTIVATIONS,
     CATEGORIES,
     GATHERED,
@@ -26,7 +27,6 @@ from longctx.forecast.memory_trace import (
     MemoryTrace,
     MemoryTracer,
 )
-from longctx.forecast.traced_step import StepSettings, fsdp2, row_of, trace_training_step
 from longctx.layers.loss import TILE_BYTES
 from longctx.model.tiny import tiny_config, tiny_model
 from longctx.parallel import parallelize

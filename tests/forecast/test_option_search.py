@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.memory.step import StepSettings, trace_training_step
 from benchmarks.published import CONFIGS
-from longctx.forecast.calibrate import trace_parts
 from longctx.forecast.candidates import HOST_BYTES_PER_DEVICE, Machine, candidates, outlook, recommend
 from longctx.forecast.closed_form import peak_bytes, predict
 from longctx.forecast.memory_setup import MemorySetup
@@ -176,8 +176,24 @@ def test_layers_that_differ_take_what_a_trace_of_the_step_has(name):
         **KEPT[name],
     )
     tokens = 131072 if setup.sequence_chunk_size else 32768  # of a rank
-    traced = max(device for device, _ in trace_parts(config, setup, tokens).values())
+    traced = trace_training_step(config, step_settings(setup, tokens)).peak_bytes
     assert predict(setup, 2 * tokens).allocated_bytes == pytest.approx(traced, rel=0.05)
+
+
+def step_settings(setup: MemorySetup, tokens: int) -> StepSettings:
+    """Return how a step of a set-up whose layers differ is traced, with this many tokens of a rank."""
+    offloaded = setup.num_offloaded if setup.sequence_chunk_size is None else setup.offloaded_layers
+    names = ("whole_layers", "tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size")
+    layers = {"selective_checkpointing": int(setup.num_selective), "offloaded_layers": offloaded}
+    ring = {"ring_size": setup.ring} if setup.ring > 1 else {}
+    return StepSettings(
+        length=tokens * setup.sp,
+        sp=setup.sp,
+        sp_backend=setup.backend,
+        activation_checkpointing={},
+        saved_on_host=setup.activation_offloading,
+        memory_options={name: getattr(setup, name) for name in names} | layers | ring,
+    )
 
 
 def test_what_is_asked_for_is_kept(found):

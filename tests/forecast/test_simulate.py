@@ -12,12 +12,12 @@ import pytest
 from benchmarks.published import CONFIGS
 from benchmarks.scaling import simulation
 from benchmarks.scaling.pictures import LOOKS
+from benchmarks.scaling.simulate import SimulatedStep, simulate
 from benchmarks.scaling.simulation import Run, pays_up_to
 from longctx.attention.choice import assumed_documents
 from longctx.attention.cost import Link, RingWork
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.forecast.simulate import SimulatedStep, simulate
 from longctx.forecast.step_time import Speeds, step_time, weights_seconds
 
 LLAMA = ModelSizes.of_config(CONFIGS["meta-llama/Llama-3.1-8B"])

@@ -18,6 +18,7 @@ import torch
 from transformers import PretrainedConfig
 
 from benchmarks import closed_form, step_time
+from benchmarks.memory.step import StepSettings, trace_training_step
 from benchmarks.published import HELD_BACK, PUBLISHED
 from longctx.attention.choice import Documents, choose_backend
 from longctx.attention.cost import Arrangement, Setup
@@ -29,7 +30,6 @@ from longctx.forecast.hardware import Hardware
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.step_time import Speeds
-from longctx.forecast.traced_step import StepSettings, trace_training_step
 from longctx.report.memory_advice import out_of_memory_explained
 from longctx.ring.planner import plan_ring
 from longctx.settings.launcher import read_profile

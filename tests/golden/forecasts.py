@@ -146,7 +146,7 @@ def _printed_plans(quick: bool) -> Iterator[tuple[str, Any]]:
         for model, flags in every.items():
             MODELS[model].save_pretrained(model)
             with contextlib.redirect_stdout(io.StringIO()) as printed:
-                code = main(["--model_name_or_path", model, "--no_calibration", *flags])
+                code = main(["--model_name_or_path", model, *flags])
             yield f"printed plan: {model}", {"exit": code, "text": printed.getvalue().splitlines()}
 
 

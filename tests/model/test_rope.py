@@ -402,7 +402,7 @@ def test_what_replaces_a_yarn_starts_from_its_original_context(case):
 def test_a_plan_knows_the_context_of_a_model_with_yarn(yarn_folder, capsys):
     from longctx.plan import main as plan
 
-    flags = ["--model_name_or_path", yarn_folder, "--gpus", "2", "--no_calibration", "--lengths", "256"]
+    flags = ["--model_name_or_path", yarn_folder, "--gpus", "2", "--lengths", "256"]
     assert plan([*flags, "--max_length", "256"]) == 0
     assert "rope_scaling" not in capsys.readouterr().out
     assert plan([*flags, "--max_length", "300"]) == 0
@@ -419,7 +419,7 @@ def test_a_plan_takes_it_and_hands_it_on(capsys):
     from longctx.plan import main as plan
 
     assert tiny_config().rope_parameters["rope_type"] == "default"
-    flags = ["--model_name_or_path", "tiny", "--gpus", "2", "--no_calibration", "--max_length", "2097152"]
+    flags = ["--model_name_or_path", "tiny", "--gpus", "2", "--max_length", "2097152"]
     assert plan([*flags, "--rope_scaling", "yarn:4"]) == 0
     assert "--rope_scaling yarn:4" in capsys.readouterr().out
     assert plan([*flags, "--rope_scaling", "dynamic:4"]) == 2

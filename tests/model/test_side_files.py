@@ -262,7 +262,7 @@ def test_damaged_values_of_a_configuration_are_one_line(saved_model, tmp_path, k
         config.save_pretrained(folder)
         change(folder / "config.json", **given, **({"layer_types": None} if key == "sliding_window" else {}))
         for run, more in ((main, ["--dry_run"]), (dpo.main, ["--dry_run"]), (plan.main, None)):
-            words = arguments(folder, *more) if more else ["--model_name_or_path", str(folder), "--no_calibration"]
+            words = arguments(folder, *more) if more else ["--model_name_or_path", str(folder)]
             line = refused(capsys, words, run)
             assert "config.json" in line, (value, line)
 

@@ -22,7 +22,7 @@ def test_the_page_has_every_choice_with_the_plan_s_own_forecasts(tmp_path, capsy
     """The page also has the choices for fewer devices. Its script builds the same command that the plan prints."""
     page = tmp_path / "new" / "plan.html"
     LLAMA_8B.save_pretrained(tmp_path)
-    flags = ["--gpus", "4", "--max_length", "50000", "--html", str(page), "--json", "--no_calibration"]
+    flags = ["--gpus", "4", "--max_length", "50000", "--html", str(page), "--json"]
     assert main(["--model_name_or_path", str(tmp_path), *flags]) == 0
     plan, data = json.loads(capsys.readouterr().out), data_of_page(page)
     assert [machine["gpus"] for machine in data["machines"]] == [1, 2, 4]

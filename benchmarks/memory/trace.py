@@ -4,7 +4,7 @@ A dispatch mode sees every tensor that an operator returns. A storage counts fro
 sampled or estimated, so the same step gives the same trace. It works around
 
 - a step over `FakeTensorMode`, where no memory is taken and a model of any size runs on any machine
-  (`longctx.forecast.traced_step` builds longctx's own step), and
+  (`benchmarks.memory.step` builds longctx's own step), and
 - a real step on the CPU, with FSDP2 or DeepSpeed on gloo.
 
 It differs from `torch.distributed._tools.mem_tracker.MemTracker` in these points:
@@ -44,8 +44,9 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from longctx.forecast.unseen import FLASH_WORKSPACE, copies_to_host, watched_resizes
 from longctx.sequence.host_tensors import allocates_host_memory
+
+from .unseen import FLASH_WORKSPACE, copies_to_host, watched_resizes
 
 PARAMETERS = "parameters"
 """Parameters that a rank holds throughout the step."""

@@ -25,13 +25,14 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from longctx.attention.kernels import choose
 from longctx.attention.kernels.varlen import AtenFlashKernel
-from longctx.forecast.memory_trace import MemoryTrace, MemoryTracer
 from longctx.layers import loss
 from longctx.parallel import SequenceParallel, parallelize
 from longctx.sequence.batch import ShardedBatch
 from longctx.sequence.host_tensors import SavedOnHost, host_memory
 from longctx.upstream.transformers_internals import enable_checkpointing
 from longctx.upstream.trl_internals import offloading_on_cpu
+
+from .trace import MemoryTrace, MemoryTracer
 
 
 @dataclass(frozen=True, kw_only=True)
