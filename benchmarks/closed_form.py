@@ -27,7 +27,6 @@ import copy
 import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
@@ -36,16 +35,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longctx.attention.backends import BACKENDS
-from longctx.forecast import coefficients
-from longctx.forecast.candidates import DEVICE_BYTES
-from longctx.forecast.closed_form import Reach, predict, reach
-from longctx.forecast.coefficients import GB
+from longctx.forecast import memory
+from longctx.forecast.cost import Reach, cost, reach
 from longctx.forecast.documents import one_document, one_pair
-from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.memory import GB
 from longctx.forecast.model_sizes import ModelSizes
+from longctx.forecast.shape import RunShape
+from longctx.machine.here import Machine
 
 from .published import CONFIGS, HELD_BACK, HOST_BYTES, PUBLISHED, Published, read
+from .shapes import shape_of
 
 FEATURES: dict[str, dict[str, Any]] = {
     "fused-loss": {"fused_loss": True, "fused_layers": True},
@@ -56,13 +55,27 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bf16-states": {"weight_bytes": 2},
     "torch ring": {"ring": 8},
     "head-chunked ulysses": {"heads_k_stride": 1, "projects_by_stage": True},
-    "FA3": {"kernel": "flash-attn 3"},
+    "FA3": {"flash3": True},
 }
 """What a feature in the table changes; those that the stack or the number of GPUs implies change nothing."""
 
-_DEEPSPEED: dict[str, Any] = {"engine": "zero3", "reduce_bytes": 2, "bucket_size": 500_000_000}  # its own defaults
-_ALST: dict[str, Any] = {**_DEEPSPEED, "offload_optimizer": "cpu", "pins_host_memory": False, "fused_loss": False}
-_TRL: dict[str, Any] = {"engine": "fsdp2", "reduce_bytes": 2, "sp_backend": "gather", "passes_gradients_on": True}
+_DEEPSPEED: dict[str, Any] = {
+    "engine": "zero3",
+    "communication_data_type": "bf16",
+    "bucket_size": 500_000_000,
+}  # its own defaults
+_ALST: dict[str, Any] = {
+    **_DEEPSPEED,
+    "offload_optimizer_device": "cpu",
+    "pins_host_memory": False,
+    "fused_loss": False,
+}
+_TRL: dict[str, Any] = {
+    "engine": "fsdp2",
+    "communication_data_type": "bf16",
+    "backend": "gather",
+    "passes_gradients_on": True,
+}
 STACKS: dict[str, dict[str, Any]] = {
     "ALST": _ALST,
     "ALST recipes": _ALST,
@@ -74,19 +87,24 @@ STACKS: dict[str, dict[str, Any]] = {
 TRIED = {"UPipe paper": 1_000_000}
 """Tokens between the lengths that were tried: the longest may be as many longer, and a prediction between is right."""
 
-RUNS = {("ALST", "baseline+fused-loss+ulysses8+tiled-mlp", 8): {"kernel": "sdpa"}}
+RUNS = {("ALST", "baseline+fused-loss+ulysses8+tiled-mlp", 8): {"repeats_keys": True}}
 """(stack, features, GPUs) -> what this recipe sets otherwise than those beside it."""
 
 
 class Row(NamedTuple):
     published: Published
-    setup: MemorySetup
+    shape: RunShape
+
+    @property
+    def machine(self) -> Machine:
+        of = self.published
+        return Machine.of(of.device, min(of.gpus, 8), host_bytes=HOST_BYTES)
 
     def error(self) -> tuple[str, str, float]:
         """Published and predicted, and the second over the first, less 1."""
         of = self.published
         if gib := of.peak_gib or of.device_gib:
-            peak = predict(self.setup, of.length)
+            peak = cost(self.shape, self.machine, of.length)
             predicted = (peak.allocated_bytes if of.peak_gib else peak.device_bytes) / 2**30
             what = "" if of.peak_gib else " of the GPU"
             return f"{gib} GiB{what} at {of.length:,}", f"{predicted:.1f} GiB", predicted / gib - 1
@@ -96,14 +114,14 @@ class Row(NamedTuple):
         return f"{of.length:,}", f"{longest:,}", longest / nearest - 1
 
     def reach(self) -> Reach:
-        return reach(self.setup, DEVICE_BYTES[self.published.device], HOST_BYTES)
+        return reach(self.shape, self.machine)
 
     def binds(self) -> str:
         """What is full at the longest, or largest in a run."""
         if self.published.is_run:
-            return predict(self.setup, self.published.length).moment
+            return cost(self.shape, self.machine, self.published.length).moment
         longest = self.reach()
-        return "host" if longest.binds == "host" else predict(self.setup, longest.length).moment
+        return "host" if longest.binds == "host" else cost(self.shape, self.machine, longest.length).moment
 
     def miss(self) -> str | None:
         """Why it is off, where that is known."""
@@ -142,25 +160,25 @@ def sizes(model: str) -> ModelSizes:
 
 def rows(path: Path = PUBLISHED) -> list[Row]:
     """The rows of known stacks."""
-    return [Row(row, _setup(row)) for row in read(path) if row.stack in STACKS]
+    return [Row(row, _shape(row)) for row in read(path) if row.stack in STACKS]
 
 
-def _setup(row: Published) -> MemorySetup:
+def _shape(row: Published) -> RunShape:
     changed = dict(STACKS[row.stack])
     parts = row.features.replace(", ", "+").split("+")
     for part in parts:
         changed |= FEATURES.get(part, {})
     alst = row.stack.startswith("ALST")
     if alst and row.gpus == 1:
-        changed["offload_param"] = "cpu"
+        changed["offload_param_device"] = "cpu"
     if alst and row.device == "H200":
-        changed["kernel"] = "flash-attn 3"
+        changed["flash3"] = True
     changed |= RUNS.get((row.stack, row.features, row.gpus), {})
     spread = not alst or any(part.startswith("ulysses") or part == "all" for part in parts)
     sp = row.gpus if spread else 1
     if row.stack.startswith("TRL"):
         changed |= {"ring": sp, "heads_k_stride": CONFIGS[row.model].num_key_value_heads}  # all at once
-    return MemorySetup(model=sizes(row.model), world_size=row.gpus, sp=sp, ranks_per_node=min(row.gpus, 8), **changed)
+    return shape_of(sizes(row.model), world_size=row.gpus, sp=sp, **changed)
 
 
 def table(path: Path = PUBLISHED) -> str:
@@ -197,8 +215,8 @@ def constants() -> str:
         "FRAGMENTATION": "reserved beyond what is allocated, as a part of the activations",
         "COPIES_IN_FLIGHT": "layer inputs not yet free again while checkpoints are copied to the host",
     }
-    for name in coefficients.FITTED:
-        value = getattr(coefficients, name)
+    for name in memory.FITTED:
+        value = getattr(memory, name)
         lines.append(f"| {name} | {f'{value / GB:.1f} GB' if value > 1000 else value} | {meaning[name]} |")
     return "\n".join(lines)
 
@@ -208,8 +226,8 @@ TRACED: dict[str, dict[str, Any]] = {
     "one device": {},
     "ulysses": {"sp": 8},
     "ring": {"sp": 8, "ring": 8},
-    "gather": {"sp": 8, "ring": 8, "sp_backend": "gather"},
-    "ulysses, no checkpointing": {"sp": 8, "gradient_checkpointing": False},
+    "gather": {"sp": 8, "ring": 8, "backend": "gather"},
+    "ulysses, no checkpointing": {"sp": 8, "activation_checkpointing": False},
     "ulysses, checkpoints on the host": {"sp": 8, "activation_offloading": True},
     "the same, MLP in tiles": {"sp": 8, "activation_offloading": True, "tiled_mlp_num_shards": 0},
     "the same, 1 key/value head at a time": {
@@ -262,29 +280,43 @@ def traces(*, pairs: bool = False) -> str:
         "| --- " * 7 + "|",
     ]
     for name, sizes, changes, tokens, is_of_pairs in cases:
-        setup = MemorySetup(model=ModelSizes.of_config(sizes), engine="fsdp2" if "sp" in changes else "none", **changes)
-        setup = replace(setup, world_size=setup.sp, selective_checkpointing=setup.ring > 1)
-        length = tokens * setup.sp
+        shape = traced_shape(ModelSizes.of_config(sizes), changes)
+        length = tokens * shape.sp
         settings = StepSettings(
             length=length,
             document_lengths=one_pair(length) if is_of_pairs else one_document(length),
-            sp=setup.sp,
-            engine=setup.engine,
-            sp_backend=setup.backend,
-            activation_checkpointing={"offload": setup.activation_offloading} if setup.gradient_checkpointing else None,
-            memory_options={
-                "ring_size": setup.ring if BACKENDS[setup.backend].has_ring_size else None,
-                **{key: getattr(setup, key) for key in MEMORY_OPTIONS},
-            },
+            **traced_settings(shape),
         )
         trace = trace_training_step(sizes, settings, loss_of=loss_of_pairs if is_of_pairs else None)
-        peak = predict(setup, settings.length)
+        peak = cost(shape, Machine.of("H100", 8), settings.length)
         lines.append(
             f"| {name} | {trace.peak_bytes / 2**30:.2f} | {peak.allocated_bytes / 2**30:.2f} | "
             f"{peak.allocated_bytes / trace.peak_bytes - 1:+.0%} | {trace.host_peak_bytes / 2**30:.2f} | "
             f"{peak.host_bytes / 2**30:.2f} | {peak.moment} |"
         )
     return "\n".join(lines)
+
+
+def traced_shape(model: ModelSizes, changes: Mapping[str, Any]) -> RunShape:
+    """The shape of a traced set-up, with one rank for each part of the sequence."""
+    sp, ring = changes.get("sp", 1), changes.get("ring", 1)
+    options: dict[str, Any] = {"engine": "fsdp2" if "sp" in changes else "none", "selective": ring > 1, **changes}
+    return shape_of(model, world_size=sp, **options)
+
+
+def traced_settings(shape: RunShape) -> dict[str, Any]:
+    """The keywords with which `StepSettings` describes the shape."""
+    options = shape.options
+    by_ring = {"ring_size": shape.ring} if shape.backend.has_ring_size else {}
+    return {
+        "sp": shape.sp,
+        "engine": shape.engine,
+        "sp_backend": shape.arrangement.name,
+        "activation_checkpointing": {"offload": options.activation_offloading}
+        if options.activation_checkpointing
+        else None,
+        "memory_options": {**{name: getattr(options, name) for name in MEMORY_OPTIONS}, **by_ring},
+    }
 
 
 def loss_of_pairs(sequence: Any, batch: Mapping[str, Any]) -> Callable[[Any, Any], Any]:
@@ -321,7 +353,7 @@ def fit() -> str:
     Not of its longest on one GPU: a recipe says that 555,000 tokens end in a kernel's illegal access, not in memory.
     """
     fitted = [row for row in rows() if row.published.stack == "ALST" and row.published.features in ALST_FITTED]
-    chosen = [getattr(coefficients, name) for name in GRID]
+    chosen = [getattr(memory, name) for name in GRID]
     found = []
     for values in itertools.product(*GRID.values()):
         _set(values)
@@ -349,7 +381,7 @@ ALST_FITTED = frozenset(
 
 def _set(values: Iterable[float]) -> None:
     for name, value in zip(GRID, values, strict=True):
-        setattr(coefficients, name, value)
+        setattr(memory, name, value)
 
 
 def _about_traces() -> list[str]:

@@ -7,7 +7,7 @@
 Rows are those of benchmarks/data/published_lengths.csv and held_back_lengths.csv that publish a time, set up as in
 `benchmarks.closed_form`. The attention kernel is the one that each author names, or the default of the time:
 FlashAttention-2, with torchtitan's Ulysses FlashAttention-3, and cuDNN's for TRL's context parallelism. Efficiencies
-are those of `longctx.forecast.step_time`, the same for all rows.
+are those of `longctx.forecast.seconds`, the same for all rows.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,29 +28,32 @@ from typing import Any
 import numpy as np
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from longctx.forecast.candidates import DEVICE_BYTES
-from longctx.forecast.closed_form import predict, reach
-from longctx.forecast.measure import measure_speeds
-from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.cost import cost, reach
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.forecast.step_time import Speeds, StepTime, step_time
+from longctx.forecast.seconds import step_seconds
+from longctx.forecast.shape import RunShape
+from longctx.machine.here import Machine
+from longctx.machine.measure import measure_speeds
 from longctx.model.tiny import tiny_tokenizer
 
 from .closed_form import Row, rows, sizes
 from .packing import device
 from .published import HELD_BACK, HOST_BYTES, PUBLISHED
+from .shapes import shape_of
 
 KERNELS = {"TRL 1.13 CP": "cuDNN", "TRL 6845": "cuDNN"}
 CHUNK = 32768
 """Tokens of a rank at a time."""
-SPEEDS = Speeds.of("H100", "flash-attn 3")
+MACHINE = Machine.of("H100", 8, "flash-attn 3", host_bytes=HOST_BYTES)
 LENGTHS = (1_000_000, 3_000_000, 5_000_000, 6_000_000)
 
 
-def modelled(row: Row) -> StepTime:
+def modelled(row: Row) -> dict[str, Any]:
+    """Seconds of a step by part."""
     of = row.published
     kernel = KERNELS.get(of.stack, "flash-attn 3" if "FA3" in of.features else "flash-attn 2")
-    return step_time(row.setup, of.length, Speeds.of(of.device, kernel))
+    machine = Machine.of(of.device, min(of.gpus, 8), kernel)
+    return step_seconds(row.shape, machine, of.length, [of.length])
 
 
 def timed(path: Path) -> list[Row]:
@@ -62,28 +66,28 @@ def comparison(path: Path) -> Iterator[str]:
     yield "| --- " * 9 + "|"
     errors = []
     for row in timed(path):
-        of, time = row.published, modelled(row)
+        of, parts = row.published, modelled(row)
+        modelled_seconds = sum(parts.values())
         assert of.seconds is not None
-        error = time.seconds / of.seconds - 1
+        error = modelled_seconds / of.seconds - 1
         errors.append(abs(error))
-        largest = sorted(time.parts.items(), key=lambda part: part[1], reverse=True)[:3]
+        largest = sorted(parts.items(), key=lambda part: part[1], reverse=True)[:3]
         yield (
             f"| {of.stack} | {of.gpus}× {of.gpu} | {of.model.split('/')[1]} | {of.features} | {of.length:,} | "
-            f"{of.seconds:,.0f} | {time.seconds:,.0f} | {error:+.0%} | "
-            f"{', '.join(f'{name} {seconds / time.seconds:.0%}' for name, seconds in largest)} |"
+            f"{of.seconds:,.0f} | {modelled_seconds:,.0f} | {error:+.0%} | "
+            f"{', '.join(f'{name} {seconds / modelled_seconds:.0%}' for name, seconds in largest)} |"
         )
     yield f"\nMedian error {statistics.median(errors):.0%}, worst {max(errors):.0%}."
 
 
-def chunked(keep_attention: bool) -> MemorySetup:
-    return MemorySetup(
-        model=sizes("meta-llama/Llama-3.1-8B"),
+def chunked(keep_attention: bool) -> RunShape:
+    return shape_of(
+        sizes("meta-llama/Llama-3.1-8B"),
         world_size=8,
         sp=8,
-        ranks_per_node=8,
         engine="fsdp2",
         sequence_chunk_size=CHUNK,
-        selective_checkpointing=keep_attention,
+        selective=keep_attention,
     )
 
 
@@ -95,13 +99,11 @@ def reached() -> Iterator[str]:
     )
     yield "| --- " * (5 + len(LENGTHS)) + "|"
     for keep_attention in (False, True):
-        setup = chunked(keep_attention)
-        longest = reach(setup, DEVICE_BYTES["H100"], HOST_BYTES)
-        full = predict(setup, longest.length)
+        shape = chunked(keep_attention)
+        longest = reach(shape, MACHINE)
+        full = cost(shape, MACHINE, longest.length)
         speeds = [
-            f"{step_time(setup, length, SPEEDS).tokens_per_second_per_device:.0f}"
-            if length <= longest.length
-            else "does not fit"
+            f"{cost(shape, MACHINE, length).speed:.0f}" if length <= longest.length else "does not fit"
             for length in LENGTHS
         ]
         yield (
@@ -123,27 +125,33 @@ HERE = Qwen3Config(
 HERE_TOKENS, HERE_STEPS = 2048, 4
 SPREAD: dict[str, dict[str, Any]] = {
     "one process": {},
-    "ring 2": {"world_size": 2, "sp": 2, "ring": 2, "engine": "fsdp2", "selective_checkpointing": True},
+    "ring 2": {"world_size": 2, "sp": 2, "ring": 2, "engine": "fsdp2", "selective": True},
 }
 
 
 def here() -> Iterator[str]:
-    """A small model's steps of `longctx.train`, in fp32, by the speeds that `longctx.forecast.measure` finds."""
+    """A small model's steps of `longctx.train`, in fp32, by the speeds that `longctx.machine.measure` finds."""
     yield "| spread | seconds a step, median (range) | predicted (before, after) | error | load | parts, after |"
     yield "| --- " * 6 + "|"
     model = ModelSizes.of_config(HERE)
     for name, settings in SPREAD.items():
-        setup = MemorySetup(model=model, bf16=False, **settings)
-        before = step_time(setup, HERE_TOKENS, measure_speeds(setup.world_size))
-        seconds = _train_here(setup.sp)
-        after = step_time(setup, HERE_TOKENS, measure_speeds(setup.world_size))
-        median, predicted = statistics.median(seconds), (before.seconds + after.seconds) / 2
+        shape = shape_of(model, bf16=False, **settings)
+        before = _predicted_here(shape)
+        seconds = _train_here(shape.sp)
+        after = _predicted_here(shape)
+        times = sum(before.values()), sum(after.values())
+        median, predicted = statistics.median(seconds), statistics.mean(times)
         yield (
             f"| {name} | {median:.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {predicted:.2f} "
-            f"({before.seconds:.2f}, {after.seconds:.2f}) | {predicted / median - 1:+.0%} | "
+            f"({times[0]:.2f}, {times[1]:.2f}) | {predicted / median - 1:+.0%} | "
             f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} CPUs | "
-            f"{', '.join(f'{part} {value:.2f}' for part, value in after.parts.items())} |"
+            f"{', '.join(f'{part} {value:.2f}' for part, value in after.items())} |"
         )
+
+
+def _predicted_here(shape: RunShape) -> dict[str, Any]:
+    machine = replace(Machine.of("CPU", shape.world_size), speeds=measure_speeds(shape.world_size))
+    return step_seconds(shape, machine, HERE_TOKENS, [HERE_TOKENS])
 
 
 def _train_here(sp: int) -> list[float]:
@@ -176,8 +184,8 @@ def page_here() -> str:
             f"{device()}; {datetime.now(UTC):%Y-%m-%d}",
             "",
             f"`longctx.train` on {ModelSizes.of_config(HERE).num_parameters:,} parameters, {HERE_TOKENS:,} tokens a "
-            f"step, fp32, {HERE_STEPS - 1} steps after the first; predicted by `longctx.forecast.step_time` with the "
-            "speeds that `longctx.forecast.measure` found right before and after. Wall time: other work on the "
+            f"step, fp32, {HERE_STEPS - 1} steps after the first; predicted by `longctx.forecast.seconds` with the "
+            "speeds that `longctx.machine.measure` found right before and after. Wall time: other work on the "
             "machine counts (load).",
             "",
             *here(),
