@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ class Plan:
         asked = settings["max_length"] if settings.is_set("max_length") else None
         path = Path(settings["model_name_or_path"])
         name = str(path.parent) if path.is_file() else settings["model_name_or_path"]
-        values = settings.with_("command", model_name_or_path=name, max_length=min(lengths))
+        values = settings.with_("command", model_name_or_path=name, max_length=None)
         if not (settings["dataset_name"] or settings["datasets"]):
             values = values.with_("command", dataset_name="DATA")
         runs = {_name(run): run for run in spreads(values, machine, gpus)}
@@ -111,8 +112,11 @@ class Plan:
             reaches={},
         )
         choices = {n: plan.at(n) for n in every}
-        for found in choices.values():  # whose options may reach farther
-            far |= {(name := name_of(one)): max(far[name], reach(one.shape, machine)) for one in found if one.cost.fits}
+        for one in (
+            one for n in reversed(every) for one in choices[n] if one.cost.fits
+        ):  # whose options may reach farther
+            if far[name := name_of(one)].length < one.cost.length:
+                far[name] = reach(one.shape, machine)
         reaches = {name: (_plain(run, machine), far[name]) for name, run in runs.items()}
         return replace(plan, choices=choices, reaches=reaches)
 
@@ -130,22 +134,23 @@ class Plan:
             counts_experts=first.counts_experts,
         )
 
-    @property
+    @cached_property
     def best(self) -> Choice | None:
-        """The recommendation; None if nothing fits."""
-        return next((one for one in self.choices[self.length] if one.cost.fits), None)
+        """The recommendation, the first that training does not refuse; None if nothing fits."""
+        return next((one for one in self.choices[self.length] if one.cost.fits and self._resolves(one)), None)
 
-    @property
+    @cached_property
     def second(self) -> Choice | None:
         """The best without the sp of the recommendation; None if nothing is left."""
-        return next(
-            (
-                one
-                for one in self.choices[self.length]
-                if one.cost.fits and self.best and one.shape.sp != self.best.shape.sp
-            ),
-            None,
-        )
+        best = self.best
+        others = (one for one in self.choices[self.length] if best is not None and one.shape.sp != best.shape.sp)
+        return next((one for one in others if one.cost.fits and self._resolves(one)), None)
+
+    def _resolves(self, choice: Choice) -> bool:
+        """Whether training takes the flags of a choice."""
+        with suppress(ValueError):
+            return bool(spreads(self.settings.with_("auto", **_values_of(choice)), self.machine, self.gpus))
+        return False
 
     def command(self, choice: Choice, length: int) -> str:
         """Return the command that trains so on rows of `length` tokens."""
@@ -213,6 +218,11 @@ def name_of(choice: Choice) -> str:
 
 def flags_of(choice: Choice) -> str:
     """Return the flags of longctx train that select an arrangement and its memory options."""
+    return shlex.join(word for name, value in _values_of(choice).items() for word in (f"--{name}", str(value)))
+
+
+def _values_of(choice: Choice) -> dict[str, Any]:
+    """Return the values of these flags, by name."""
     shape = choice.shape
     flags: dict[str, Any] = {"sp": shape.sp}
     if shape.sp > 1:
@@ -221,9 +231,7 @@ def flags_of(choice: Choice) -> str:
         flags["ring_size"] = shape.ring
     if shape.world_size == 1 and shape.zero_stage:
         flags["engine"] = "deepspeed"
-    return shlex.join(
-        word for name, value in (flags | choice.memory_flags).items() for word in (f"--{name}", str(value))
-    )
+    return flags | choice.memory_flags
 
 
 def _without(arguments: Sequence[str], names: set[str]) -> list[str]:

@@ -23,7 +23,7 @@ from longctx.launch.spawn import device_count
 from longctx.layers.compiled import check_compile
 from longctx.layers.liger import check_liger_machine, liger_parts
 from longctx.machine.here import Machine, devices_per_node
-from longctx.model.adapter import check_adapted_experts, check_adapter, check_quantization
+from longctx.model.adapter import check_adapter, check_quantization
 from longctx.model.allow_list import num_heads
 from longctx.model.tiny import TINY
 from longctx.ranks import is_first_rank
@@ -220,8 +220,6 @@ def _arranged(
         notes=settings.notes,
     )
     run = run.with_memory_options().with_prompts()
-    if settings["use_peft"] and settings["lora_target_parameters"]:
-        check_adapted_experts(run.settings)
     if settings["load_in_4bit"]:
         if is_here:
             check_versions(QLORA_VERSIONS, "--load_in_4bit")
@@ -292,7 +290,7 @@ def _take_liger(values: Settings, model_config: PretrainedConfig, *, sp: int, us
     off = values.decided(use_liger_kernel=False)
     is_asked = bool(values["use_liger_kernel"] or values["liger_kernel_config"])
     tokens = values["per_device_train_batch_size"] * values["max_length"] // sp
-    is_small = tokens * model_config.get_text_config().hidden_size < LIGER_ELEMENTS
+    is_small = is_here and tokens * model_config.get_text_config().hidden_size < LIGER_ELEMENTS
     if not is_asked and (use_cpu or values["torch_compile"] or is_small):
         return off
     try:
