@@ -94,9 +94,11 @@ def _of_another(peers: Peers, error: BaseException) -> Failure | None:
 def _stay() -> None:
     """Let nothing but its main thread end this rank, so that it can report why the run has failed.
 
-    Launchers send SIGTERM as soon as another rank has ended, and SIGKILL 30 s later.
+    Launchers send SIGTERM as soon as another rank has ended, and SIGKILL 30 s later. They end data loader workers, too,
+    for which torch's handler of SIGCHLD would raise an error amid the report.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     hang.WATCH.stop()
 
 
