@@ -168,6 +168,8 @@ def peaks_and_seconds(shape: RunShape, machine: Machine, length: int, documents:
         documents: lengths of its documents, `length` in all.
     """
     ranks, is_cpu = _ranks(shape, machine), machine.is_cpu
+    device: Any
+    host: Any
     device, host = (
         functools.reduce(np.maximum, (sum(sizes.values()) for sizes in moments.values()))
         for moments in (

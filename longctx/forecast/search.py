@@ -225,7 +225,7 @@ class _Search:
         yield from self.single("longest", self.fixed)
 
     def _by_layer(self, shape: RunShape, asked: Mapping[str, Any], best: float) -> Iterator[_Candidate]:
-        """Yield the fastest numbers of layers for options of the whole model; where nothing fits, those that need least.
+        """Yield the fastest numbers of layers for options of the whole model, or those that need least.
 
         Args:
             best: the least seconds so far of what leaves FREE_PART of the memory free.
@@ -264,9 +264,15 @@ class _Search:
         equal = order[grid.is_uniform[order]]
         found = []
         for first in dict.fromkeys((*order[:1].tolist(), *equal[:1].tolist())):
-            counts = tuple(int(count[first]) for count in grid.counts)
-            values = seconds[first], used[first], host[first]
-            found.append(_Point(counts, *map(float, values), bool(grid.is_uniform[first])))
+            found.append(
+                _Point(
+                    counts=tuple(int(count[first]) for count in grid.counts),
+                    seconds=float(seconds[first]),
+                    used=float(used[first]),
+                    host_bytes=float(host[first]),
+                    is_uniform=bool(grid.is_uniform[first]),
+                )
+            )
         return found
 
     def _forecast(self, shape: RunShape) -> tuple[Any, Any, Any]:

@@ -17,7 +17,7 @@ from longctx.forecast.memory_options import AUTO
 from longctx.forecast.memory_presets import CHUNK_TOKENS
 from longctx.forecast.search import A_TIE, Choice, search
 from longctx.forecast.seconds import forward_seconds
-from longctx.forecast.shape import RunShape
+from longctx.forecast.shape import Engine, RunShape
 from longctx.launch.terminal import token_label
 from longctx.machine.here import Machine
 from longctx.machine.speeds import TABLE
@@ -423,7 +423,8 @@ def _other_engine(plan: Plan, best: Choice) -> str:
     shape = best.shape
     if plan.settings.is_set("engine") or shape.world_size == 1 or shape.quantized_weight_bytes is not None:
         return ""
-    other, engine = ("fsdp2", "fsdp2") if shape.zero_stage is not None else ("deepspeed", "zero3")
+    engine: Engine = "fsdp2" if shape.zero_stage is not None else "zero3"
+    other = "deepspeed" if engine == "zero3" else engine
     fixed, documents = next(iter(plan.runs.values())).asked_memory_options, plan.documents(plan.length)
     for one in search([replace(shape, engine=engine)], plan.machine, plan.length, documents, fixed=fixed):
         if one.level == 0 and one.speed > A_TIE * best.speed:

@@ -114,10 +114,17 @@ def _ranked(values: Settings, runs: Sequence[Run]) -> list[Choice]:
         return []
     first, length = runs[0], runs[0].settings["max_length"]
     row = assumed(length, packed=first.settings["packing"])
-    of_machine = partial(search, [run.shape for run in runs], first.machine, length, row)
+    found = partial(
+        search,
+        [run.shape for run in runs],
+        first.machine,
+        length,
+        row,
+        fixed=first.asked_memory_options,
+        counts_experts=first.counts_experts,
+    )
     presets = [AUTO, "balanced"] if values["memory"] == AUTO else [values["memory"]]
-    options = {"fixed": first.asked_memory_options, "counts_experts": first.counts_experts}
-    return [one for memory in presets for one in of_machine(memory=memory, **options)]
+    return [one for memory in presets for one in found(memory=memory)]
 
 
 def _with(values: Settings, choice: Choice) -> Settings:
