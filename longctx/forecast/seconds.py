@@ -79,7 +79,7 @@ def step_seconds(
     parts = {name: shape.micro_batches * seconds for name, seconds in parts.items()}
     parts["experts counted"] = shape.micro_batches * again
     parts["optimizer"] = optimizer_seconds(shape, machine)
-    return {name: seconds for name, seconds in parts.items() if np.any(seconds)}
+    return {name: machine.correction.seconds * seconds for name, seconds in parts.items() if np.any(seconds)}
 
 
 def forward_seconds(shape: RunShape, seconds: dict[str, Any]) -> float:

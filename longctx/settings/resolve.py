@@ -17,6 +17,7 @@ from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Setup
 from longctx.data import STDLIB
 from longctx.data.kinds import PAIRS
+from longctx.forecast.learned import corrected
 from longctx.forecast.memory_options import ALL, AUTO
 from longctx.forecast.memory_presets import asked_memory_options
 from longctx.launch.spawn import device_count
@@ -59,6 +60,8 @@ def resolve(settings: Settings, launcher: Launcher, env: Mapping[str, str]) -> R
     check_versions(REQUIRED_VERSIONS, "longctx")
     gpus = device_count()
     machine = Machine.here(gpus)
+    if settings["learned"] and machine.is_known:
+        machine = corrected(machine)
     settings = fill(settings, launcher)
     try:
         return _resolved(settings, launcher, env, machine, gpus)
@@ -72,7 +75,7 @@ def _resolved(settings: Settings, launcher: Launcher, env: Mapping[str, str], ma
     arranged = partial(_arranged, model_config=model_config, launcher=launcher, env=env, machine=machine, gpus=gpus)
     world_size = count_all_processes(settings, launcher, gpus)
     if settings["memory"] is None:
-        settings = settings.decided(memory=_memory_by_default(settings, world_size, machine))
+        settings = settings.decided(memory=_memory_by_default(settings, machine))
     if settings["sp"] == ALL:
         settings = one_group(settings, world_size, arranged)
     if AUTO in (settings["sp"], settings["memory"]):
@@ -144,10 +147,14 @@ def _of_method(settings: Settings) -> Settings:
     return settings.decided(dataset_text_field=PAIRS, padding_free=True)
 
 
-def _memory_by_default(settings: Settings, world_size: int, machine: Machine) -> str:
-    """Return auto on one GPU whose speeds are known, unless a flag chooses memory options itself; else balanced."""
+def _memory_by_default(settings: Settings, machine: Machine) -> str:
+    """Return auto on GPUs whose speeds are known, unless a flag or a key chooses memory options itself; else balanced.
+
+    On an H200, `fastest` took 1.31 and 1.17 times TRL's speed where `balanced` took 0.78 and 0.95
+    (benchmarks/results/gpu_H200_settled_2026-11-27.md).
+    """
     is_known = not settings["use_cpu"] and not machine.is_cpu and machine.is_known
-    return AUTO if is_known and world_size == 1 and not asked_memory_options(settings) else "balanced"
+    return AUTO if is_known and not asked_memory_options(settings) else "balanced"
 
 
 def _arranged(
