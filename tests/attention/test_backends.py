@@ -9,16 +9,16 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from longctx.forecast.candidates import Machine, candidates
+from longctx.forecast.closed_form import predict
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.step_time import Speeds
 
 from longctx.attention.backend import Backend
 from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import assumed_documents, choose_backend
 from longctx.attention.cost import Arrangement, Setup, device_named
 from longctx.forecast import closed_form
-from longctx.forecast.candidates import Machine, candidates
-from longctx.forecast.closed_form import predict
-from longctx.forecast.memory_setup import MemorySetup
-from longctx.forecast.step_time import Speeds
 from longctx.settings.launcher import BACKEND_OF
 from tests.reference import train_reference
 from tests.toy_backend import TOY

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from longctx.forecast.closed_form import max_length, predict, reach
+from longctx.forecast.coefficients import GB
+from longctx.forecast.memory_setup import MemorySetup
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     DeepseekV3Config,
@@ -23,10 +26,7 @@ from benchmarks import closed_form as published
 from benchmarks.memory.step import StepSettings, trace_training_step
 from benchmarks.published import CONFIGS, HELD_BACK, PUBLISHED
 from longctx.forecast import coefficients
-from longctx.forecast.closed_form import max_length, predict, reach
-from longctx.forecast.coefficients import GB
 from longctx.forecast.documents import one_pair
-from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 
 ROOT = Path(__file__).parents[2]

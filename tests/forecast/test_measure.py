@@ -14,14 +14,14 @@ from dataclasses import asdict
 import pytest
 import torch
 import torch.distributed as dist
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.step_time import Speeds, step_time
 from transformers import Qwen3ForCausalLM
 
 from benchmarks.step_time import HERE
 from longctx.attention.cost import DEVICES
 from longctx.forecast import measure
-from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.forecast.step_time import Speeds, step_time
 from longctx.model.tiny import tiny_tokenizer
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.step_time import Speeds, step_time, weights_seconds
 
 from benchmarks.published import CONFIGS
 from benchmarks.scaling import simulation
@@ -16,9 +18,7 @@ from benchmarks.scaling.simulate import SimulatedStep, simulate
 from benchmarks.scaling.simulation import Run, pays_up_to
 from longctx.attention.choice import assumed_documents
 from longctx.attention.cost import Link, RingWork
-from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.forecast.step_time import Speeds, step_time, weights_seconds
 
 LLAMA = ModelSizes.of_config(CONFIGS["meta-llama/Llama-3.1-8B"])
 SPEEDS = Speeds.of("H100", "flash-attn 3")

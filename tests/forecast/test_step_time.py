@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from longctx.forecast.step_time import Speeds, step_time
 
 from benchmarks.published import HELD_BACK, PUBLISHED
 from benchmarks.step_time import SPEEDS, chunked, comparison, modelled, timed
 from longctx.attention.kernels.choose import LONG_DOCUMENT
-from longctx.forecast.step_time import Speeds, step_time
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from longctx.forecast.step_time import Speeds
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -25,7 +26,6 @@ from longctx import parallelize
 from longctx.attention.cost import DEVICES
 from longctx.attention.kernels.varlen import AtenFlashKernel
 from longctx.forecast import measure
-from longctx.forecast.step_time import Speeds
 from longctx.ring.transport import PeerToPeer
 from longctx.sequence.mesh import ParallelDims, select_device, sequence_groups
 from tests import parity_page
