@@ -14,6 +14,8 @@ import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset
+from longctx.forecast.closed_form import reach
+from longctx.forecast.memory_setup import MemorySetup
 from transformers import CONFIG_MAPPING, LlamaConfig
 
 from benchmarks.memory.step import StepSettings, fake_process_group
@@ -27,8 +29,6 @@ from longctx.data import Mixture
 from longctx.data.columns import arrow_table, token_columns
 from longctx.data.contents import file_state
 from longctx.data.mixing import _order, _part, _Reader
-from longctx.forecast.closed_form import reach
-from longctx.forecast.memory_setup import MemorySetup
 from longctx.launch.network import choose_interface
 from longctx.launch.slurm import first_host
 from longctx.layers.checkpoints import LayerCheckpoints

@@ -9,16 +9,16 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from longctx.forecast.candidates import Machine, candidates
+from longctx.forecast.closed_form import predict
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.step_time import Speeds
 
 from longctx.attention.backend import Backend
 from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import assumed_documents, choose_backend
 from longctx.attention.cost import Arrangement, Setup, device_named
 from longctx.forecast import closed_form
-from longctx.forecast.candidates import Machine, candidates
-from longctx.forecast.closed_form import predict
-from longctx.forecast.memory_setup import MemorySetup
-from longctx.forecast.step_time import Speeds
 from longctx.settings.launcher import BACKEND_OF
 from tests.reference import train_reference
 from tests.toy_backend import TOY
@@ -147,7 +147,7 @@ def test_a_new_record_is_offered_chosen_and_forecast(toy, llama_sizes) -> None:
 def test_a_new_record_is_planned_swept_and_drawn(toy, tmp_path, monkeypatch) -> None:
     from benchmarks.max_length.combinations import resolved_for
     from longctx.model.tiny import tiny_config
-    from longctx.report.pictures import BACKEND_LOOKS, Bar, max_length_picture
+    from benchmarks.pictures import BACKEND_LOOKS, Bar, max_length_picture
 
     found = candidates(tiny_config(), MACHINE, presets=("balanced",))
     assert {(c.dims.ring, c.dims.ulysses, c.engine) for c in found if c.backend == "toy"} == {

@@ -13,15 +13,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from longctx.forecast.hardware import available_host_memory
+from longctx.forecast.memory_setup import MemorySetup
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import longctx.sequence.host_tensors
 from longctx.attention.kernels import Entries
 from longctx.attention.operator import selective_checkpoint_contexts, varlen_attention
-from longctx.forecast.hardware import available_host_memory
 from longctx.forecast.memory_presets import PRESETS
-from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.tiny import tiny_config
 from longctx.sequence.host_tensors import SavedOnHost, allocates_host_memory

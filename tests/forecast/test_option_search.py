@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from benchmarks.memory.step import StepSettings, trace_training_step
-from benchmarks.published import CONFIGS
 from longctx.forecast.candidates import HOST_BYTES_PER_DEVICE, Machine, candidates, outlook, recommend
 from longctx.forecast.closed_form import peak_bytes, predict
 from longctx.forecast.memory_setup import MemorySetup
-from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.option_search import Room, fastest_memory_options
 from longctx.forecast.step_time import Speeds, step_time
+
+from benchmarks.memory.step import StepSettings, trace_training_step
+from benchmarks.published import CONFIGS
+from longctx.forecast.model_sizes import ModelSizes
 
 KERNEL = "flash-attn 3"
 MACHINE = Machine(

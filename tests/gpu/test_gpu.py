@@ -12,12 +12,12 @@ import sys
 
 import pytest
 import torch
+from longctx.forecast.closed_form import predict
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Qwen3Config
 
 from longctx import parallelize
 from longctx.attention.kernels.check import BOUNDS, make_entries, make_inputs
 from longctx.attention.kernels.choose import candidates, choose_kernel, prefer
-from longctx.forecast.closed_form import predict
 from longctx.layers.loss import _of_dtype
 from longctx.layers.loss_tile import BOUND_OF_OUTPUTS, kernel_agrees
 from longctx.model.tiny import tiny_tokenizer

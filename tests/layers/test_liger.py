@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from longctx.forecast.closed_form import predict
 from transformers import LlamaConfig
 
-from longctx.forecast.closed_form import predict
 from longctx.layers.liger import BOUNDS, LIGER_MODELS, describe_liger, fuses_layers, liger_parts
 from longctx.model.load import load_config
 from longctx.model.tiny import tiny_config

@@ -8,12 +8,12 @@ from functools import partial
 
 import pytest
 import torch
+from longctx.forecast.closed_form import placed_states
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3MoeConfig
 
-from longctx.forecast.closed_form import placed_states
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.load import load_config, load_model
 from longctx.model.quantized import ALIGNMENT, ShardableLinear4bit, loading_pieces, make_shardable

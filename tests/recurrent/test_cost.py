@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from longctx.forecast.closed_form import _moments
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.step_time import Speeds, step_time
 from transformers import CONFIG_MAPPING
 
 from longctx.attention.cost import Arrangement, Setup
-from longctx.forecast.closed_form import _moments
-from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.forecast.step_time import Speeds, step_time
 from longctx.model.recurrent import num_mixing_layers, recurrent_sizes
 from longctx.recurrent.cost import recurrent_time
 from longctx.recurrent.pieces import Pieces

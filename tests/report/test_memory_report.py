@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-
 from longctx.forecast.closed_form import max_length, predict
 from longctx.forecast.hardware import host_bytes
 from longctx.forecast.memory_setup import MemorySetup
+
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.launch.terminal import token_label
 from longctx.model.tiny import tiny_config, tiny_model

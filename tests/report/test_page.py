@@ -9,9 +9,9 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-
 from longctx.forecast.closed_form import Breakdown
 from longctx.forecast.expected_step import ExpectedStep
+
 from longctx.regions import PARTS
 from longctx.report import svg as charts
 from longctx.report.charts import MOST_ROWS, all_charts

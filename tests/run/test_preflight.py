@@ -9,9 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from longctx.forecast.hardware import Hardware
 from transformers import AutoModelForCausalLM
 
-from longctx.forecast.hardware import Hardware
 from longctx.model.load import load_config, load_tokenizer
 from longctx.run.preflight import preflight
 from longctx.settings.launcher import read_profile

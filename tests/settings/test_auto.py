@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 
 import pytest
+from longctx.forecast.hardware import Hardware
 from transformers import Qwen3Config
 
-from longctx.forecast.hardware import Hardware
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
@@ -217,6 +217,7 @@ def test_a_very_long_sequence_repeats_the_assumed_documents():
 
 def test_advice_after_running_out_of_memory_has_the_fastest_memory_options_that_fit(resolved):
     from longctx.forecast.closed_form import max_length, predict
+
     from longctx.report.memory_advice import _memory_options, _setup
 
     run = resolved("--max_length", "262144", "--sp", "4")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from longctx.forecast.closed_form import Breakdown
+from longctx.forecast.expected_step import ExpectedStep
 from transformers import TrainerControl, TrainerState
 from trl import SFTConfig
 
-from longctx.forecast.closed_form import Breakdown
-from longctx.forecast.expected_step import ExpectedStep
 from longctx.training.callbacks import CompareForecast
 
 GIB = 2**30
