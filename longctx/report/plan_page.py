@@ -18,7 +18,8 @@ from longctx.forecast.search import Choice
 from longctx.report.plan_text import Plan, flags_of, name_of
 from longctx.report.svg import escaped
 
-LENGTHS = tuple(2**power for power in range(13, 23))
+MOST_LENGTHS = 8
+"""Powers of two to choose from, up to the longest sequence that fits, besides the lengths of the plan."""
 MOST_MACHINES = 4
 
 PAGE = """<!DOCTYPE html>
@@ -84,7 +85,8 @@ def page_of(plan: Plan) -> str:
 
 
 def _data(plan: Plan) -> dict[str, Any]:
-    lengths = sorted({*LENGTHS, *plan.choices})
+    longest = max(farthest.length for _, farthest in plan.reaches.values()).bit_length()
+    lengths = sorted({*plan.choices, *(1 << max(1, longest - n) for n in range(1, MOST_LENGTHS + 1))})
     return {
         "device": plan.machine.device,
         "device_bytes": plan.machine.device_bytes,
@@ -122,7 +124,7 @@ def _on_devices(plan: Plan, gpus: int, lengths: list[int]) -> dict[str, Any]:
 
 
 def _ranked(choices: Sequence[Choice], first: Choice | None) -> list[dict[str, Any]]:
-    """Return what is shown of choices: the recommended one, the others by speed, and what does not fit by its memory."""
+    """Return what is shown: the recommended choice, others by speed, and what does not fit by its memory."""
 
     def rank(one: Choice) -> tuple[bool, int, float]:
         return one is not first, one.level, one.cost.used if one.level == 2 else -one.speed
@@ -133,7 +135,7 @@ def _ranked(choices: Sequence[Choice], first: Choice | None) -> list[dict[str, A
 def _shown(choice: Choice) -> dict[str, Any]:
     of = choice.cost
     return {
-        "name": name_of(choice.shape),
+        "name": name_of(choice),
         "flags": flags_of(choice),
         "level": of.level,
         "sequences": of.tokens // of.length,

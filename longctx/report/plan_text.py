@@ -95,7 +95,7 @@ class Plan:
         values = settings.with_("command", model_name_or_path=model, max_length=None)
         if not (settings["dataset_name"] or settings["datasets"]):
             values = values.with_("command", dataset_name="DATA")
-        runs = {name_of(run.shape): run for run in spreads(values, machine, gpus)}
+        runs = {_name(run.shape): run for run in spreads(values, machine, gpus)}
         far = {name: _farthest(run, machine) for name, run in runs.items()}
         most = max(far.values()).length
         length = asked or max((n for n in lengths if n <= most), default=1 << max(most.bit_length() - 1, 10))
@@ -112,7 +112,7 @@ class Plan:
         )
         choices = {n: known.get(n) or plan.at(n) for n in sorted({*lengths, length})}
         for one in (one for n in reversed(choices) for one in choices[n] if one.cost.fits):
-            if far[name := name_of(one.shape)].length < one.cost.length:  # options of the search that reach farther
+            if far[name := name_of(one)].length < one.cost.length:  # options of the search that reach farther
                 far[name] = reach(one.shape, machine)
         reaches = {name: (_plain(run, machine), far[name]) for name, run in runs.items()}
         return replace(plan, choices=choices, reaches=reaches)
@@ -208,8 +208,12 @@ def _shape(run: Run, machine: Machine) -> RunShape:
     return replace(run.shape, flash3=machine.kernel == "flash-attn 3")
 
 
-def name_of(shape: RunShape) -> str:
-    """Return the name of a run's arrangement."""
+def name_of(choice: Choice) -> str:
+    """Return the name of a choice's arrangement, by which a plan knows its run."""
+    return _name(choice.shape)
+
+
+def _name(shape: RunShape) -> str:
     on = " on DeepSpeed" if shape.world_size == 1 and shape.zero_stage else ""
     return f"{shape.arrangement if shape.sp > 1 else 'sp 1'}{on}"
 
@@ -303,7 +307,7 @@ def _recommended(plan: Plan, best: Choice) -> Iterator[str]:
     parts = ", ".join(f"{name} {_seconds(s)}" for name, s in _by_size(of.seconds) if s >= 0.01 * of.step_seconds)
     sequences = of.tokens // of.length
     lines = [
-        f"Recommended for {plan.length:,} tokens: {name_of(shape)}{engine}, the simplest of those within 2% of the "
+        f"Recommended for {plan.length:,} tokens: {name_of(best)}{engine}, the simplest of those within 2% of the "
         f"fastest that {free}.",
         f"- Speed: {of.speed:,.0f} tokens/s a device; a step of {sequences} sequence{'s' * (sequences > 1)} takes "
         f"{_seconds(of.step_seconds)} s ({parts}).",
@@ -353,7 +357,7 @@ def _smallest_change(plan: Plan) -> str:
     for flags, gpus in changes:
         with suppress(ValueError):
             settings = plan.settings.with_("command", **flags)
-            runs = {name_of(run.shape): run for run in spreads(settings, plan.machine, gpus)}
+            runs = {_name(run.shape): run for run in spreads(settings, plan.machine, gpus)}
             if any(one.cost.fits for one in replace(plan, settings=settings, gpus=gpus, runs=runs).at(plan.length)):
                 many = f"--gpus {gpus} --gpus_per_node {plan.machine.per_node}"
                 change = " ".join(f"--{name} {value}" for name, value in flags.items()) or many
@@ -366,7 +370,7 @@ def _table(plan: Plan) -> str:
     rows = [["arrangement", "sp", "dp", "balanced", "any options", *(f"at {n:,}" for n in plan.choices)]]
     for name, run in plan.runs.items():
         plain, farthest = plan.reaches[name]
-        speeds = [_speed(next((one for one in of if name_of(one.shape) == name), None)) for of in plan.choices.values()]
+        speeds = [_speed(next((one for one in of if name_of(one) == name), None)) for of in plan.choices.values()]
         reaches = [f"{n:,}" if n else "–" for n in (plain.length if plain else 0, farthest.length)]
         rows.append([name, str(run.dims.sp), str(run.dims.dp), *reaches, *speeds])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -473,7 +477,7 @@ def choice_json(choice: Choice) -> dict[str, Any]:
     """Return a choice with its cost as JSON values."""
     of: Cost = choice.cost
     return {
-        "arrangement": name_of(choice.shape),
+        "arrangement": name_of(choice),
         "flags": flags_of(choice),
         "fits": of.fits,
         "used": round(of.used, 4),
