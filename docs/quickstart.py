@@ -1,5 +1,5 @@
-"""Draw docs/images/quickstart.svg, run_page.png and plan_page.png: what README's quick start prints, its page, from a real
-run, and the page of README's plan.
+"""Draw docs/images/quickstart.svg, run_page.png and plan_page.png: what README's quick start prints, from a real run,
+its page, and the page of README's plan.
 
     python docs/quickstart.py
 

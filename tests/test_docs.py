@@ -27,6 +27,7 @@ from benchmarks.published import CONFIGS
 from longctx.export import _parser as export_parser
 from longctx.machine.here import Machine
 from longctx.plan import _parser as plan_parser
+from longctx.plan import main as plan
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
@@ -270,6 +271,13 @@ def test_the_host_memory_that_a_page_names_is_what_its_command_is_predicted_to_n
     with machine_of(1):
         run = resolve(parse_flags(command[2:]), read_profile({}), {})
     assert run.forecast.host_bytes / 2**30 == pytest.approx(int(gib), rel=0.02)
+
+
+def test_the_plan_in_the_readme_is_what_its_command_prints(folder, capsys):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    [(command, said)] = re.findall(r"```bash\n(longctx plan .*?)\n```\n\n```text\n(.*?)\n```", readme, re.DOTALL)
+    assert plan([*shlex.split(command)[2:], "--no_learned"]) == 0
+    assert capsys.readouterr().out.startswith(f"{said}\n\nLongest sequence that fits")
 
 
 def test_nothing_tells_people_to_install_the_other_longctx():
