@@ -14,7 +14,7 @@ from typing import Any
 from longctx.forecast.cost import FREE_PART, GIB, Cost, Reach, cost, reach
 from longctx.forecast.documents import RowLengths
 from longctx.forecast.memory_options import AUTO
-from longctx.forecast.memory_presets import CHUNK_TOKENS
+from longctx.forecast.memory_presets import CHUNK_TOKENS, with_options
 from longctx.forecast.search import A_TIE, Choice, search
 from longctx.forecast.seconds import forward_seconds
 from longctx.forecast.shape import Engine, RunShape
@@ -248,7 +248,7 @@ def _without(arguments: Sequence[str], names: set[str]) -> list[str]:
 def _plain(run: Run, machine: Machine) -> Reach | None:
     """Return the longest sequences with plain memory options; None if the run refuses them."""
     with suppress(ValueError):
-        return reach(_shape(run, machine).with_options("balanced", run.asked_memory_options, CHUNK_TOKENS), machine)
+        return reach(with_options(_shape(run, machine), "balanced", run.asked_memory_options, CHUNK_TOKENS), machine)
     return None
 
 
@@ -257,7 +257,7 @@ def _farthest(run: Run, machine: Machine) -> Reach:
     found = [_plain(run, machine) or Reach(0, "device")]
     for memory, options in FARTHEST:
         with suppress(ValueError):
-            far = _shape(run, machine).with_options(memory, {**options, **run.asked_memory_options}, 2**30)
+            far = with_options(_shape(run, machine), memory, {**options, **run.asked_memory_options}, 2**30)
             found.append(reach(far, machine))
     return max(found)
 

@@ -15,6 +15,7 @@ from benchmarks.shapes import changed, shape_of
 from longctx.attention.choice import arrangements
 from longctx.forecast import search as search_module
 from longctx.forecast.cost import Cost, cost, peaks_and_seconds
+from longctx.forecast.memory_presets import with_options
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.search import A_TIE, Choice, search
 from longctx.forecast.shape import ONE_DEVICE, RunShape
@@ -65,7 +66,7 @@ def fastest_uniform(shapes: list[RunShape], length: int, machine: Machine = MACH
         for options in uniform_options():
             asked = {name: value for name, value in options.items() if value not in (None, "none")}
             try:
-                found = cost(shape.with_options("balanced", asked, length), machine, length)
+                found = cost(with_options(shape, "balanced", asked, length), machine, length)
             except ValueError:
                 continue
             if found.used <= 0.9:
@@ -105,7 +106,7 @@ def exhaustive(shape: RunShape, machine: Machine, length: int) -> tuple[int, flo
         option = {"sequence_chunk_size": chunk, states: host, "tiled_mlp": tiled, "heads_k_stride": stride}
         asked = {name: value for name, value in option.items() if value is not None}
         try:
-            resolved = shape.with_options("balanced", asked, length)
+            resolved = with_options(shape, "balanced", asked, length)
         except ValueError:
             continue
         layers = range(LAYERS_OF_SMALL + 1)
