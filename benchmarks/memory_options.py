@@ -18,10 +18,11 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from longctx.attention.cost import FLOPS_FORWARD
 from longctx.forecast.candidates import DEVICE_BYTES, Machine, Outlook, candidates, outlook
-from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.step_time import Speeds, matmul_parameters
+
+from longctx.attention.cost import FLOPS_FORWARD
+from longctx.forecast.model_sizes import ModelSizes
 
 from .published import CONFIGS, HOST_BYTES
 

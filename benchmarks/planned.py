@@ -19,15 +19,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from longctx.forecast.candidates import DEVICE_BYTES, Candidate, Machine, Outlook, candidates, outlook
+from longctx.forecast.closed_form import predict
+from longctx.forecast.step_time import Speeds
+from longctx.report.pictures import draw_lengths_and_seconds
 from transformers import PretrainedConfig
 
 from longctx.attention.backends import BACKENDS
-from longctx.forecast.candidates import DEVICE_BYTES, Candidate, Machine, Outlook, candidates, outlook
-from longctx.forecast.closed_form import predict
 from longctx.forecast.memory_options import AUTO
-from longctx.forecast.step_time import Speeds
 from longctx.launch.terminal import token_label
-from longctx.report.pictures import draw_lengths_and_seconds
 
 from .published import CONFIGS, HOST_BYTES
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from longctx.forecast.candidates import DEVICE_BYTES, GIB, Machine, Outlook, candidates, outlook, recommend
-from longctx.forecast.memory_options import AUTO
 from longctx.forecast.step_time import Speeds, weights_seconds
+
+from longctx.forecast.memory_options import AUTO
 from longctx.report.plan_text import Commands
 
 from .published import CONFIGS

@@ -146,8 +146,8 @@ def test_a_new_record_is_offered_chosen_and_forecast(toy, llama_sizes) -> None:
 
 def test_a_new_record_is_planned_swept_and_drawn(toy, tmp_path, monkeypatch) -> None:
     from benchmarks.max_length.combinations import resolved_for
+    from benchmarks.pictures import BACKEND_LOOKS, Bar, max_length_picture
     from longctx.model.tiny import tiny_config
-    from longctx.report.pictures import BACKEND_LOOKS, Bar, max_length_picture
 
     found = candidates(tiny_config(), MACHINE, presets=("balanced",))
     assert {(c.dims.ring, c.dims.ulysses, c.engine) for c in found if c.backend == "toy"} == {
