@@ -1,4 +1,4 @@
-"""Pictures of the longest sequences and the seconds of a step, as PNG files.
+"""Pictures of the longest sequences and of the seconds of a step, as PNG files.
 
 Drawn by matplotlib, which is optional (the extra `plots`), in colours that colour-blind people tell apart
 (Okabe and Ito), each backend always in the same one.
