@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from longctx.forecast.measure import Work, measure_together
 from transformers import AutoModelForCausalLM
 
 from longctx.attention.kernels.choose import candidates, choose_kernel
