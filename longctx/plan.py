@@ -90,11 +90,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _plan(options: argparse.Namespace, settings: Settings) -> int:
     from longctx.forecast.documents import drawn_from, one_document, one_pair
+    from longctx.forecast.learned import corrected
     from longctx.report.plan_text import Plan, as_json, as_text
 
     if not settings.is_set("model_name_or_path"):
         raise ValueError("--model_name_or_path is missing: name a model of the hub, a folder, or its config.json.")
-    machine = _machine(options)
+    machine = _machine(options, settings)
+    if machine.is_cpu:
+        settings = settings.with_("command", use_cpu=True)
+    elif settings["learned"] and not options.measure:
+        machine = corrected(machine)
     documents = drawn_from(options.document_lengths) if options.document_lengths is not None else None
     fill = documents or (one_pair if settings.method.reads_pairs else one_document)
     plan = Plan.of(
@@ -105,22 +110,24 @@ def _plan(options: argparse.Namespace, settings: Settings) -> int:
         documents=fill,
         documents_file=options.document_lengths,
     )
-    print(json.dumps(as_json(plan), indent=1) if options.json else as_text(plan))
+    as_values = json.dumps(as_json(plan), indent=1)
+    print(as_values if options.json else as_text(plan))
+    files = {}
     if options.output is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "plan.json").write_text(json.dumps(as_json(plan), indent=1) + "\n")
-        (options.output / "plan.md").write_text(as_text(plan, markdown=True) + "\n")
-    pages = [options.output / "plan.html"] if options.output is not None else []
-    for path in [*pages, *([options.html] if options.html is not None else [])]:
+        files = {options.output / "plan.json": f"{as_values}\n", options.output / "plan.md": f"{as_text(plan)}\n"}
+    if options.html is not None or options.output is not None:
         from longctx.report.plan_page import page_of
 
+        files[options.html or options.output / "plan.html"] = page_of(plan)
+    for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page_of(plan), encoding="utf-8")
-    return 0 if plan.best is not None else 1
+        path.write_text(text, encoding="utf-8")
+    return 1 if plan.best(plan.length) is None else 0
 
 
-def _machine(options: argparse.Namespace) -> Machine:
+def _machine(options: argparse.Namespace, settings: Settings) -> Machine:
     """Return the machine that the flags describe."""
+    from longctx.launch.spawn import device_count
     from longctx.machine.here import Machine
     from longctx.machine.speeds import TABLE
 
@@ -141,6 +148,11 @@ def _machine(options: argparse.Namespace) -> Machine:
         "device_bytes": options.gpu_memory_gib and options.gpu_memory_gib * GIB,
         "host_bytes": options.host_memory_gib and options.host_memory_gib * GIB,
     }
+    if settings["use_cpu"] and (not options.measure or device_count()):
+        raise ValueError(
+            "--use_cpu True needs --measure on a machine without GPUs, since no speeds of CPUs are published. Add it, "
+            "or leave --use_cpu out."
+        )
     if options.measure:
         return _measured(per_node, memory)
     gpu, known = options.gpu or GPU, TABLE.values("device_bytes")
@@ -162,17 +174,10 @@ def _measured(per_node: int, memory: dict[str, Any]) -> Machine:
     except RuntimeError as error:
         raise ValueError(f"--measure: {error} Use --gpu with a device whose speeds are published.") from error
     here = Machine.here(device_count())
-    given = {name: value for name, value in memory.items() if value is not None}
-    device_bytes = here.device_bytes or here.host_bytes
-    return replace(
-        here,
-        device="device of this machine",
-        per_node=per_node,
-        speeds=speeds,
-        of_long_documents=None,
-        is_known=True,
-        **{"device_bytes": device_bytes, **given},
-    )
+    given = {
+        name: value for name, value in memory.items() if value is not None and (name == "host_bytes" or not here.is_cpu)
+    }
+    return replace(here, per_node=per_node, speeds=speeds, of_long_documents=None, kernel="", is_known=True, **given)
 
 
 if __name__ == "__main__":

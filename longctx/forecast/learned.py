@@ -15,7 +15,7 @@ from pathlib import Path
 
 from longctx.forecast.cost import Cost
 from longctx.machine.here import Correction, Machine
-from longctx.machine.speeds import CUDNN
+from longctx.machine.speeds import CUDNN, TABLE
 from longctx.untrusted.files import written_whole
 
 MOST_RUNS = 5
@@ -62,5 +62,5 @@ def learn(cost: Cost, kernel: str, *, speed: float, allocated_bytes: float) -> N
 
 def _file(device: str, kernel: str) -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
-    name = re.sub(r"\W+", "-", f"{device} {kernel}")
+    name = re.sub(r"\W+", "-", f"{TABLE.row(device) or device} {kernel}")
     return Path(cache).expanduser() / "longctx" / "learned" / f"{name}.json"

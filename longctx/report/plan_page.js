@@ -6,7 +6,8 @@ const LOOKS = {
   "optimizer states": ["--c0", 30], "checkpoints": ["--c1", 100], "sequence chunks": ["--c1", 60], "tokens": ["--c1", 40],
   "hidden states": ["--c2", 100], "attention": ["--c2", 75], "MLP": ["--c2", 50], "exchange": ["--c2", 30],
   "scan": ["--c2", 15],
-  "logits and loss": ["--c3", 100], "buffers": ["--c4", 100], "copies in flight": ["--c4", 60],
+  "logits and loss": ["--c3", 100], "buffers": ["--c4", 100], "copies in flight": ["--c4", 60], "weights": ["--c0", 100],
+  "file of a checkpoint": ["--c4", 80], "processes": ["--c5", 80],
   "fragmentation": ["--c5", 60], "fixed": ["--c5", 100],
 };
 const byId = (id) => document.getElementById(id);
@@ -17,54 +18,40 @@ const element = (tag, text, properties = {}) =>
 const total = (sizes) => Object.values(sizes).reduce((sum, size) => sum + size, 0);
 const chosen = { machine: plan.machines.length - 1, length: plan.lengths.indexOf(plan.length), name: null };
 
-function ranked() {
-  const machine = plan.machines[chosen.machine], best = machine.recommended[chosen.length];
-  const options = machine.candidates.map((candidate) => {
-    const at = candidate.at[chosen.length];
-    return { ...candidate, ...at, level: at.seconds === null ? 2 : Number(at.used > 1 - plan.free_part) };
-  });
-  const isBest = (option) => Number(option.name === best);
-  return options.sort((a, b) => isBest(b) - isBest(a) || a.level - b.level
-    || (a.level === 2 ? a.used - b.used : b.speed - a.speed));
-}
-
 function draw() {
-  const machine = plan.machines[chosen.machine], length = plan.lengths[chosen.length], options = ranked();
+  const machine = plan.machines[chosen.machine], length = plan.lengths[chosen.length];
+  const options = machine.at[chosen.length], best = machine.fits[chosen.length] ? "recommended" : "nearest";
   const picked = options.find((option) => option.name === chosen.name);
   if (!picked) chosen.name = null;
-  const option = picked || options[0];
+  const option = picked || options[0], fits = option.level < 2;
   byId("length-shown").textContent = `${number(length)} tokens`;
   byId("arrangement").replaceChildren(
-    element("option", `${machine.recommended[chosen.length] ? "recommended" : "least memory"}: ${options[0].name}`,
-      { value: "" }),
+    element("option", `${best}: ${options[0].name}`, { value: "" }),
     ...options.map((one) => element("option", one.name, { value: one.name })),
   );
   byId("arrangement").value = chosen.name ?? "";
-  byId("warning").textContent = plan.warnings[chosen.length] ?? "";
-  drawTiles(option);
-  byId("bars").replaceChildren(
-    ...[["Memory of a device", option.device, plan.device_bytes], ["Host memory of a node", option.host, plan.host_bytes]]
-      .filter(([, sizes]) => total(sizes) > 0).map((row) => bar(...row)),
-  );
-  const fits = option.seconds !== null;
-  const command = [
-    machine.launcher, plan.run_flags, plan.rope_flags[chosen.length], `--max_length ${length}`, option.flags,
-  ].filter(Boolean).join(" ");
+  byId("warning").textContent = plan.warnings[chosen.length];
+  drawTiles(option, machine.longest[option.name], fits);
+  byId("bars").replaceChildren(...[
+    ["A device", option.device, plan.device_bytes, option.peaks[0]],
+    ["Host, a node", option.host, plan.host_bytes, option.peaks[1]],
+  ].filter(([, sizes]) => total(sizes) > 0).map((row) => bar(...row)));
+  const command = `${machine.launcher} ${plan.run_flags[chosen.length]} ${option.flags}`;
   const words = fits ? command.split(" ") : [`${option.name} does not fit ${number(length)} tokens.`];
   byId("command").replaceChildren(...words.flatMap((word) => [element("span", word), " "]));
   byId("copy").hidden = !fits;
   byId("nodes").hidden = !fits || !machine.launcher.includes("RANK");
-  drawChoices(options, option);
+  drawChoices(machine, options, option);
 }
 
-function drawTiles(option) {
-  const fits = option.seconds !== null;
+function drawTiles(option, longest, fits) {
   const tiles = [
-    ["tokens/s a device", fits ? number(option.speed) : "–"],
-    ["seconds a step", fits ? number(option.seconds, option.seconds < 10 ? 2 : 1) : "does not fit"],
+    ["tokens/s a device", fits ? number(option.speed) : "does not fit"],
+    ["seconds a step", fits ? number(option.seconds, option.seconds < 10 ? 2 : 1) : "–"],
+    ["sequences a step", number(option.sequences)],
     ["memory used", `${number(100 * option.used)}%`],
-    ["longest that fits", number(option.longest)],
-    ["sequences a step", number(option.dp)],
+    ["longest that fits", longest ? number(longest) : "–"],
+    ["a checkpoint", `${number(option.checkpoint / GIB, 1)} GiB`],
   ];
   byId("tiles").replaceChildren(...tiles.map(([name, value]) => {
     const tile = document.createElement("div");
@@ -73,11 +60,11 @@ function drawTiles(option) {
   }));
 }
 
-function bar(name, sizes, limit) {
+function bar(name, sizes, limit, peak) {
   const used = total(sizes), end = 1.02 * Math.max(used, limit);
   const figure = document.createElement("figure"), box = document.createElement("div"), parts = document.createElement("div");
   const legend = document.createElement("ul"), caption = element("figcaption", `${name}: `);
-  const share = `${number(used / GIB, 1)} of ${number(limit / GIB, 1)} GiB`;
+  const share = `${number(used / GIB, 1)} of ${number(limit / GIB, 1)} GiB, at its peak: ${peak}`;
   caption.append(element("span", share, { className: used > limit ? "full" : "" }));
   box.className = "bar";
   parts.className = "parts";
@@ -103,15 +90,14 @@ function bar(name, sizes, limit) {
   return figure;
 }
 
-function drawChoices(options, shown) {
+function drawChoices(machine, options, shown) {
   byId("choices").replaceChildren(...options.map((one) => {
-    const row = document.createElement("tr");
-    const fits = one.seconds !== null, device = total(one.device) / GIB;
+    const row = document.createElement("tr"), fits = one.level < 2, longest = machine.longest[one.name];
     const choose = () => { chosen.name = one.name; draw(); };
     row.append(element("th", one.name, { scope: "row" }));
     for (const text of [
-      fits ? number(one.speed) : "–", fits ? number(one.seconds, 1) : "–", number(device, 1), number(100 * one.used) + "%",
-      number(one.longest),
+      fits ? number(one.speed) : "–", fits ? number(one.seconds, one.seconds < 10 ? 2 : 1) : "–",
+      number(total(one.device) / GIB, 1), number(total(one.host) / GIB, 1), longest ? number(longest) : "–",
     ]) row.append(element("td", text));
     row.tabIndex = 0;
     row.className = one.level ? "dim" : "";

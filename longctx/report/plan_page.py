@@ -1,25 +1,25 @@
-"""`plan.html`: a page in which people choose devices, a length and an arrangement. It fetches nothing.
+"""`plan.html`: a page on which people choose devices, a length and an arrangement. It fetches nothing.
 
-The page holds every arrangement on several numbers of devices at many lengths, as forecast here; its script only ranks
-and shows them.
+The page holds every arrangement on several numbers of devices at many lengths, as forecast here; its script only shows
+them.
 """
 
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
-from longctx.forecast.candidates import Candidate, Machine, Outlook, candidates, outlook, recommend
-from longctx.forecast.documents import RowLengths
-from longctx.forecast.expected_step import FREE_PART
-from longctx.report.plan_text import Commands, about_context, model_folder
+from longctx.forecast.cost import FREE_PART, GIB
+from longctx.forecast.search import Choice
+from longctx.report.plan_text import Plan, flags_of, name_of
 from longctx.report.svg import escaped
 
-LENGTHS = tuple(2**power for power in range(13, 23))
+MOST_LENGTHS = 8
+"""Powers of two to choose from, up to the longest sequence that fits, besides the lengths of the plan."""
 MOST_MACHINES = 4
 
 PAGE = """<!DOCTYPE html>
@@ -46,16 +46,16 @@ PAGE = """<!DOCTYPE html>
 </form>
 <p class="warning" id="warning" role="status"></p>
 <dl class="tiles" id="tiles"></dl>
-<section class="bars" id="bars" aria-label="Memory"></section>
 <section><div class="command"><h2>Command</h2><button type="button" id="copy">Copy</button></div>
 <pre id="command" tabindex="0"></pre>
-<p class="when" id="nodes">Start it on every node, with RANK 0 on the first and HOST the first one's address.</p>
+<p class="when" id="nodes">Run it on every node, with RANK 0 on the first, and HOST that node's address.</p>
 </section>
-<section><h2>All arrangements</h2><p class="when">The recommended one comes first: the simplest of the fastest that
-leave {free:.0%} of memory free. Arrangements that leave less, or do not fit, are grey and come last. Click one to see
+<section><h2>Memory</h2><div class="bars" id="bars"></div></section>
+<section><h2>All arrangements</h2><p class="when">The recommended one comes first: the simplest of those within 2% of
+the fastest that leaves {free:.0%} of the memory free. Those that leave less or do not fit are grey. Select one to see
 its memory and its command.</p>
 <div class="wide" tabindex="0"><table class="numbers choices"><thead><tr><th>arrangement</th><th>tokens/s a device</th>
-<th>seconds a step</th><th>GiB per device</th><th>used</th><th>longest that fits</th></tr></thead>
+<th>seconds a step</th><th>GiB a device</th><th>host GiB a node</th><th>longest that fits</th></tr></thead>
 <tbody id="choices"></tbody></table></div></section>
 </main>
 <script type="application/json" id="data">{data}</script>
@@ -66,90 +66,84 @@ its memory and its command.</p>
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanPage:
-    """What the page is made from."""
-
-    machine: Machine
-    commands: Commands
-    presets: Sequence[str]
-    documents: RowLengths
-    lengths: Sequence[int]
-    """Lengths to choose from, besides LENGTHS."""
-    length: int
-    """The length to begin with."""
-
-    def html(self) -> str:
-        """Return the page."""
-        assets, machine = resources.files("longctx.report"), self.machine
-        about = (
-            f"{machine.device}, {machine.device_bytes / 2**30:.0f} GiB each, {machine.gpus_per_node} a node with "
-            f"{machine.host_bytes / 2**30:,.0f} GiB of host memory, {machine.kernel}, bf16. Every number is predicted "
-            "by longctx plan; none is measured."
-        )
-        return PAGE.format(
-            title=escaped(model_folder(self.commands.model).name),
-            about=escaped(about),
-            free=FREE_PART,
-            style="".join(assets.joinpath(name).read_text("utf-8") for name in ("page.css", "plan_page.css")),
-            script=assets.joinpath("plan_page.js").read_text("utf-8"),
-            data=json.dumps(self.data(), separators=(",", ":")).replace("<", "\\u003c"),
-        )
-
-    def data(self) -> dict[str, Any]:
-        """Return the choices of the page."""
-        lengths = sorted({*LENGTHS, *self.lengths, self.length})
-        return {
-            "free_part": FREE_PART,
-            "device": self.machine.device,
-            "device_bytes": self.machine.device_bytes,
-            "host_bytes": self.machine.host_bytes,
-            "lengths": lengths,
-            "length": self.length,
-            "rope_flags": [self.commands.rope_flags(length) for length in lengths],
-            "warnings": [about_context(self.commands.context(length)) for length in lengths],
-            "run_flags": self.commands.run_flags(),
-            "machines": [self._on_devices(gpus, lengths) for gpus in sorted(self._numbers_of_devices())],
-        }
-
-    def _numbers_of_devices(self) -> Iterator[int]:
-        """Yield the plan's devices, and halves of them that are a part of a node or whole nodes."""
-        gpus, per_node = self.machine.gpus, self.machine.gpus_per_node
-        for _ in range(MOST_MACHINES):
-            yield gpus
-            if gpus % 2 or (gpus > per_node and (gpus // 2) % per_node):
-                return
-            gpus //= 2
-
-    def _on_devices(self, gpus: int, lengths: Sequence[int]) -> dict[str, Any]:
-        machine = replace(self.machine, gpus=gpus, gpus_per_node=min(gpus, self.machine.gpus_per_node))
-        settings = dict(self.commands.adapter)
-        found = candidates(self.commands.config, machine, presets=self.presets, settings=settings)
-        table = {c: [outlook(c, machine, length, self.documents) for length in lengths] for c in found}
-        best = [recommend(outlooks) for outlooks in zip(*table.values(), strict=True)]
-        return {
-            "gpus": gpus,
-            "launcher": self.commands.launcher(gpus),
-            "recommended": [one.candidate.name if one else None for one in best],
-            "candidates": [_choice(candidate, outlooks) for candidate, outlooks in table.items()],
-        }
+def page_of(plan: Plan) -> str:
+    """Return the page of a plan, which also holds fewer devices and more lengths."""
+    assets, machine = resources.files("longctx.report"), plan.machine
+    about = (
+        f"{machine.device}{'' if machine.is_cpu else f', {machine.device_bytes / GIB:.0f} GiB each'}, "
+        f"{machine.per_node} a node with {machine.host_bytes / GIB:,.0f} GiB of host memory. "
+        "Every number is predicted; none is measured."
+    )
+    return PAGE.format(
+        title=escaped(Path(plan.settings["model_name_or_path"]).name),
+        about=escaped(about),
+        free=FREE_PART,
+        style="".join(assets.joinpath(name).read_text("utf-8") for name in ("page.css", "plan_page.css")),
+        script=assets.joinpath("plan_page.js").read_text("utf-8"),
+        data=json.dumps(_data(plan), separators=(",", ":")).replace("<", "\\u003c"),
+    )
 
 
-def _choice(candidate: Candidate, outlooks: Sequence[Outlook]) -> dict[str, Any]:
+def _data(plan: Plan) -> dict[str, Any]:
+    longest = max(farthest.length for _, farthest in plan.reaches.values()).bit_length()
+    lengths = sorted({*plan.choices, *(1 << max(1, longest - n) for n in range(1, MOST_LENGTHS + 1))})
     return {
-        "name": candidate.name,
-        "flags": shlex.join(candidate.flags()),
-        "longest": candidate.max_length,
-        "dp": candidate.dims.dp,
-        "at": [_at(found) for found in outlooks],
+        "device": plan.machine.device,
+        "device_bytes": plan.machine.device_bytes,
+        "host_bytes": plan.machine.host_bytes,
+        "lengths": lengths,
+        "length": plan.length,
+        "run_flags": [plan.run_flags(length) for length in lengths],
+        "warnings": [plan.about_context(length) for length in lengths],
+        "machines": [_on_devices(plan, gpus, lengths) for gpus in sorted(_numbers_of_devices(plan))],
     }
 
 
-def _at(found: Outlook) -> dict[str, Any]:
-    return ({"flags": shlex.join(found.candidate.flags())} if found.candidate.memory_options else {}) | {
-        "seconds": round(found.time.seconds, 4) if found.time else None,
-        "speed": round(found.speed, 1),
-        "used": round(found.used, 4),
-        "device": {name: round(size) for name, size in found.memory.device.items()},
-        "host": {name: round(size) for name, size in found.memory.host.items()},
+def _numbers_of_devices(plan: Plan) -> Iterator[int]:
+    """Yield the plan's devices, and halves of them that are a part of a node or whole nodes."""
+    gpus, per_node = plan.gpus, plan.machine.per_node
+    for _ in range(MOST_MACHINES):
+        yield gpus
+        if gpus % 2 or (gpus > per_node and (gpus // 2) % per_node):
+            return
+        gpus //= 2
+
+
+def _on_devices(plan: Plan, gpus: int, lengths: list[int]) -> dict[str, Any]:
+    machine = replace(plan.machine, per_node=min(gpus, plan.machine.per_node))
+    documents, done = plan.documents, plan.choices if gpus == plan.gpus else {}
+    on = Plan.of(plan.settings, machine, gpus, lengths=lengths, documents=documents, known=done)
+    best = [on.best(length) for length in lengths]
+    return {
+        "gpus": gpus,
+        "launcher": on.launcher,
+        "longest": {name: far.length for name, (_, far) in on.reaches.items()},
+        "fits": [one is not None for one in best],
+        "at": [_ranked(on.choices[length], first) for length, first in zip(lengths, best, strict=True)],
+    }
+
+
+def _ranked(choices: Sequence[Choice], first: Choice | None) -> list[dict[str, Any]]:
+    """Return what is shown: the recommended choice, others by speed, and what does not fit by its memory."""
+
+    def rank(one: Choice) -> tuple[bool, int, float]:
+        return one is not first, one.level, one.cost.used if one.level == 2 else -one.speed
+
+    return [_shown(one) for one in sorted(choices, key=rank)]
+
+
+def _shown(choice: Choice) -> dict[str, Any]:
+    of = choice.cost
+    return {
+        "name": name_of(choice),
+        "flags": flags_of(choice),
+        "level": of.level,
+        "sequences": of.tokens // of.length,
+        "seconds": round(of.step_seconds, 4),
+        "speed": round(of.speed, 1),
+        "used": round(of.used, 4),
+        "checkpoint": of.disk["checkpoint"],
+        "peaks": [of.moment, of.host_moment],
+        "device": {name: round(size) for name, size in of.device.items()},
+        "host": {name: round(size) for name, size in of.host.items()},
     }

@@ -5,7 +5,7 @@ Nothing here starts a process, opens data or reads weights, so a bad combination
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -95,30 +95,32 @@ def spreads(settings: Settings, machine: Machine, world_size: int) -> list[Run]:
     Raises:
         ValueError: if there is none, as `resolve`.
     """
-    launcher = read_profile({})
-    if world_size > 1:
-        launcher = replace(launcher, world_size=world_size, local_world_size=machine.per_node)
-    env = {"LOCAL_WORLD_SIZE": str(machine.per_node)}
-    settings, model_config = configure_model(_of_method(fill(settings, launcher)))
+    settings, model_config, arranged = described(settings, machine, world_size)
     runs, obstacles = [], []
     for flags in _ways(settings, num_heads(model_config)[0], machine.per_node, world_size):
         try:
-            runs.append(
-                _arranged(
-                    settings.with_("auto", **flags),
-                    model_config=model_config,
-                    launcher=launcher,
-                    env=env,
-                    machine=machine,
-                    gpus=machine.per_node,
-                    is_here=False,
-                )
-            )
+            runs.append(arranged(settings.with_("auto", **flags)))
         except ValueError as error:
             obstacles.append(error)
     if not runs:
         raise obstacles[0]
     return runs
+
+
+def described(
+    settings: Settings, machine: Machine, world_size: int
+) -> tuple[Settings, PretrainedConfig, Callable[[Settings], Run]]:
+    """Return settings and their model, and what resolves them on a machine that is described, and not at hand.
+
+    Values of --sp and --memory that it resolves are not auto.
+    """
+    launcher = read_profile({})
+    if world_size > 1:
+        launcher = replace(launcher, world_size=world_size, local_world_size=machine.per_node)
+    settings, model_config = configure_model(_of_method(fill(settings, launcher)))
+    env = {"LOCAL_WORLD_SIZE": str(machine.per_node)}
+    of_machine = partial(_arranged, launcher=launcher, env=env, machine=machine, gpus=machine.per_node, is_here=False)
+    return settings, model_config, partial(of_machine, model_config=model_config)
 
 
 def _ways(settings: Settings, heads: int, per_node: int, world_size: int) -> Iterator[dict[str, Any]]:
