@@ -400,7 +400,7 @@ _ROWS = (
         Flag("learned", BOOL, True, "Correct the forecast by what earlier runs on this kind of GPU took.", own=True),
         Flag("prepare_only", BOOL, False, "Tokenise and pack the data, then stop. A later run then starts at once.",
              own=True, common=True),
-        Flag("profile", BOOL, False, "Write profiler traces of a few steps, one a rank, to output_dir/profile.", own=True),
+        Flag("profile", BOOL, False, "Write a profiler trace a rank, of a few steps, to output_dir/profile.", own=True),
         Flag("profile_steps", INT, 3, "Number of steps that --profile traces, from the third step of the run on.",
              own=True, least=1, reason="there would be nothing to trace"),
     ),
