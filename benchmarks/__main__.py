@@ -15,7 +15,6 @@ MINUTES = {
     "gpu": "60 on a GPU, in slices of 9",
     "host_time": "15",
     "links": "10",
-    "memory_options": "1",
     "max_length": "10 on tiny",
     "memory": "40",
     "mutants": "150, and goes on where it was interrupted",

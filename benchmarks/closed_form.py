@@ -38,13 +38,13 @@ import numpy as np
 from longctx.forecast import memory
 from longctx.forecast.cost import Reach, cost, reach
 from longctx.forecast.documents import one_document, one_pair
-from longctx.forecast.memory import GB
+from longctx.forecast.memory import GB, offloaded
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.shape import RunShape
 from longctx.machine.here import Machine
 
 from .published import CONFIGS, HELD_BACK, HOST_BYTES, PUBLISHED, Published, read
-from .shapes import shape_of
+from .shapes import shape_of, traced_settings, traced_shape
 
 FEATURES: dict[str, dict[str, Any]] = {
     "fused-loss": {"fused_loss": True, "fused_layers": True},
@@ -255,7 +255,6 @@ TRACED: dict[str, dict[str, Any]] = {
 """Set-ups that `benchmarks.memory.step` traces too."""
 TILES: dict[str, Any] = {"tiled_mlp_num_shards": 0, "heads_k_stride": 1}
 VOCABULARY = "the whole vocabulary, MLP in tiles, 1 key/value head at a time"
-MEMORY_OPTIONS = ("tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size")
 
 
 def traces(*, pairs: bool = False) -> str:
@@ -292,31 +291,9 @@ def traces(*, pairs: bool = False) -> str:
         lines.append(
             f"| {name} | {trace.peak_bytes / 2**30:.2f} | {peak.allocated_bytes / 2**30:.2f} | "
             f"{peak.allocated_bytes / trace.peak_bytes - 1:+.0%} | {trace.host_peak_bytes / 2**30:.2f} | "
-            f"{peak.host_bytes / 2**30:.2f} | {peak.moment} |"
+            f"{sum(offloaded(shape, settings.length).values()) / 2**30:.2f} | {peak.moment} |"
         )
     return "\n".join(lines)
-
-
-def traced_shape(model: ModelSizes, changes: Mapping[str, Any]) -> RunShape:
-    """The shape of a traced set-up, with one rank for each part of the sequence."""
-    sp, ring = changes.get("sp", 1), changes.get("ring", 1)
-    options: dict[str, Any] = {"engine": "fsdp2" if "sp" in changes else "none", "selective": ring > 1, **changes}
-    return shape_of(model, world_size=sp, **options)
-
-
-def traced_settings(shape: RunShape) -> dict[str, Any]:
-    """The keywords with which `StepSettings` describes the shape."""
-    options = shape.options
-    by_ring = {"ring_size": shape.ring} if shape.backend.has_ring_size else {}
-    return {
-        "sp": shape.sp,
-        "engine": shape.engine,
-        "sp_backend": shape.arrangement.name,
-        "activation_checkpointing": {"offload": options.activation_offloading}
-        if options.activation_checkpointing
-        else None,
-        "memory_options": {**{name: getattr(options, name) for name in MEMORY_OPTIONS}, **by_ring},
-    }
 
 
 def loss_of_pairs(sequence: Any, batch: Mapping[str, Any]) -> Callable[[Any, Any], Any]:

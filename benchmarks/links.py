@@ -32,7 +32,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from functools import partial
 from importlib.metadata import version
@@ -46,11 +46,14 @@ from torch import Tensor
 
 from longctx.attention import branches
 from longctx.attention.backends import BACKENDS
-from longctx.attention.cost import FLOPS_BACKWARD, FLOPS_FORWARD, Arrangement, Device, Link, Setup, measured
+from longctx.attention.cost import Arrangement, Setup
 from longctx.attention.kernels import Entries
 from longctx.attention.modelled import attention_time, plan_time, planned_work
 from longctx.attention.operator import varlen_attention
 from longctx.launch.store import meeting_point
+from longctx.machine.here import Machine
+from longctx.machine.measure import with_measured_links
+from longctx.machine.speeds import FLOPS_BACKWARD, FLOPS_FORWARD, Link, Speeds
 from longctx.ring import attention as ring_attention
 from longctx.sequence.batch import PLAIN
 from longctx.sequence.layout import Layout
@@ -206,7 +209,7 @@ class Found(NamedTuple):
     error: float
 
 
-def setup_of(arrangement: Arrangement, speeds: Device, node: int) -> Setup:
+def setup_of(arrangement: Arrangement, machine: Machine) -> Setup:
     """Return what the model and the plan know."""
     return Setup(
         sp=arrangement.ring * arrangement.ulysses,
@@ -214,8 +217,7 @@ def setup_of(arrangement: Arrangement, speeds: Device, node: int) -> Setup:
         num_key_value_heads=HEADS.key_value,
         head_size=HEADS.dim,
         element_size=4,
-        device=speeds,
-        devices_per_node=node,
+        machine=machine,
     )
 
 
@@ -277,27 +279,31 @@ def _slowest(value: float) -> float:
 
 def measure(
     options: argparse.Namespace, node: int, names: list[str], cases: list[Case]
-) -> tuple[Device, list[list[Found]]]:
+) -> tuple[Speeds, list[list[Found]]]:
     """Measure all arrangements of all cases as one of the ranks."""
     torch.set_num_threads(1)
     _enter(names[int(os.environ["RANK"])])
     dist.init_process_group("gloo", timeout=timedelta(minutes=30), **meeting_point(os.environ))
-    guess = Device(
-        attention_flops=options.gigaflops * 1e9,
-        memory_speed=options.gigabytes * 1e9,
-        within=Link.of(options.within * 1e6 / 8),
-        across=Link.of(options.megabits * 1e6 / 8),
+    across, within = options.megabits * 1e6 / 8, options.within * 1e6 / 8
+    flops = options.gigaflops * 1e9
+    machine = Machine.of("GPU", node)
+    guess = replace(
+        machine.speeds,
+        attention_forward=flops,
+        attention_backward=flops,
+        memory=options.gigabytes * 1e9,
+        within=Link(within, within),
+        across=Link(across, across),
         message_seconds=options.latency,
     )
-    whole = setup_of(Arrangement(name="ring", ring=RANKS, ulysses=1), guess, node)
-    speeds = measured(whole, torch.device("cpu")).device
-    paced = Paced(speeds.attention_flops)
+    machine = with_measured_links(replace(machine, speeds=guess), torch.device("cpu"))
+    paced = Paced(flops)
     found = []
     for case in cases:
         ways = case.arrangements()
-        found.append([run(case, way, setup_of(way, speeds, node), paced, options.repeats) for way in ways])
+        found.append([run(case, way, setup_of(way, machine), paced, options.repeats) for way in ways])
     dist.destroy_process_group()
-    return speeds, found
+    return machine.speeds, found
 
 
 def same_order(found: Sequence[Found]) -> tuple[int, int]:
@@ -308,7 +314,7 @@ def same_order(found: Sequence[Found]) -> tuple[int, int]:
     return same, len(apart)
 
 
-def report_network(report: Report, node: int, speeds: Device, cases: list[Case], found: list[list[Found]]) -> None:
+def report_network(report: Report, node: int, speeds: Speeds, cases: list[Case], found: list[list[Found]]) -> None:
     """Add the section of a network whose nodes have so many ranks."""
     across, within = ((x.pass_on * 8e-6, x.exchange * 8e-6) for x in (speeds.across, speeds.within))
     report.add(

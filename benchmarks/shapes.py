@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -39,3 +40,28 @@ def changed(shape: RunShape, **values: Any) -> RunShape:
     if stack:
         values["stack"] = shape.stack._replace(**stack)
     return replace(shape, **values)
+
+
+TRACED = ("tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size")
+
+
+def traced_shape(model: ModelSizes, changes: Mapping[str, Any]) -> RunShape:
+    """The shape of a traced set-up, with one rank for each part of the sequence."""
+    sp, ring = changes.get("sp", 1), changes.get("ring", 1)
+    options: dict[str, Any] = {"engine": "fsdp2" if "sp" in changes else "none", "selective": ring > 1, **changes}
+    return shape_of(model, world_size=sp, **options)
+
+
+def traced_settings(shape: RunShape) -> dict[str, Any]:
+    """The keywords with which `StepSettings` describes the shape."""
+    options = shape.options
+    by_ring = {"ring_size": shape.ring} if shape.backend.has_ring_size else {}
+    return {
+        "sp": shape.sp,
+        "engine": shape.engine,
+        "sp_backend": shape.arrangement.name,
+        "activation_checkpointing": {"offload": options.activation_offloading}
+        if options.activation_checkpointing
+        else None,
+        "memory_options": {**{name: getattr(options, name) for name in TRACED}, **by_ring},
+    }

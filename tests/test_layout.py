@@ -28,6 +28,7 @@ PACKAGES_OF_BACKENDS = {
 STAGES: list[tuple[str, ...]] = [
     ("untrusted", "upstream"),  # input of unknown origin, and names that other libraries keep private
     ("ranks", "launch", "regions"),  # processes that start, meet, agree and end together
+    ("machine",),  # what devices, links and hosts have and do
     ("data",),  # names and files -> tokenised documents
     ("packing",),  # lengths -> packs
     ("model",),  # files -> a model

@@ -23,7 +23,7 @@ a process has measured is in benchmarks/results/gpu_DEVICE/results.jsonl before 
 the page.
 
 `--refit` writes the constants that the figures give into the table that all forecasts read,
-longctx/attention/speeds.toml, once nothing is left to measure, and prints each with its source, before and after.
+longctx/machine/speeds.toml, once nothing is left to measure, and prints each with its source, before and after.
 Nothing is written without the flag. To have the old constants again, check out the file.
 
 Exit code 0 when nothing is left, 3 when the time was up first, 2 without a GPU.
@@ -76,9 +76,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("longctx: error: there is no CUDA device. Run it on a machine with a GPU.", file=sys.stderr)
         return USAGE_ERROR
-    from longctx.attention.speeds import SPEEDS
 
     from longctx.launch.terminal import quieten
+    from longctx.machine.speeds import TABLE
     from longctx.training.engines import set_up_allocators
 
     set_up_allocators()
@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         catalogue = Catalogue(QUICK if options.quick else FULL, work)
         if not any(line["kind"] == "device" for line in results.lines):
-            known = constants_of(about.reports[0]["device"], SPEEDS)
+            known = constants_of(about.reports[0]["device"], TABLE)
             found = {**about.reports[0], **known, "quick": options.quick}
             results.add({"kind": "device", "name": "facts", "status": OK, **found, **_versions()})
         is_done = _measure(catalogue, results, options.only or SLICES, until, work)
@@ -138,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _refit(lines: Iterable[Line], path: str) -> int:
     """Write the constants into the table at `path`, or into the forecast's where it is empty; returns the exit code."""
-    from longctx.attention.speeds import FILE
+    from longctx.machine.speeds import FILE
 
     from .refit import refit
 

@@ -12,13 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import torch
-from longctx.forecast.closed_form import predict
-from longctx.forecast.measure import Work
-from longctx.forecast.memory_setup import MemorySetup
 from transformers import PretrainedConfig, Qwen3Config
 
 from longctx.attention.kernels.choose import candidates
 from longctx.forecast.documents import one_document
+from longctx.forecast.shape import RunShape
+from longctx.machine.measure import Work
 from longctx.model.tiny import tiny_config
 from longctx.settings.dpo import DPO
 from longctx.settings.flags import SFT
@@ -264,13 +263,12 @@ class Catalogue:
 
     def _guess(self, model: str, way: str, lines: Sequence[Line]) -> float:
         """By the closed form, corrected by the step that came nearest to the budget."""
-        setup = self.combination(model, way, self.sizes.memory_option_length).setup
-        beside = 0.0
+        combination, beside = self.combination(model, way, self.sizes.memory_option_length), 0.0
         measured = [line for line in lines if line.get("allocated")]
         if measured:
             nearest = min(measured, key=lambda line: abs(line["allocated"] - self.sizes.budget))
-            beside = nearest["allocated"] - predict(setup, nearest["length"]).allocated_bytes
-        return _longest_within(setup, self.sizes.budget - beside)
+            beside = nearest["allocated"] - combination.predicted_peak(nearest["length"])
+        return combination.longest_within(self.sizes.budget - beside)
 
     # Training
 
@@ -328,13 +326,14 @@ class Catalogue:
         """Of a probe's line: bytes that tensors take at the peak of one of our own steps, unless it is refused."""
         if not isinstance(probe.argument, Task) or probe.argument.stack == TRL:
             return {}
-        setup = self.setup(probe.about)
-        return {"predicted_bytes": predict(setup, probe.argument.length).allocated_bytes} if setup else {}
+        about = probe.about
+        combination = self.combination(about["model"], about["way"], about["length"])
+        return {"predicted_bytes": combination.predicted_peak(probe.argument.length)} if combination.run else {}
 
-    def setup(self, line: Mapping[str, Any]) -> MemorySetup | None:
+    def shape(self, line: Mapping[str, Any]) -> RunShape | None:
         """What the prediction of a line's step is made from; None if the run is refused, for want of a package here."""
         combination = self.combination(line["model"], line["way"], line["length"])
-        return combination.setup if combination.run else None
+        return combination.shape if combination.run else None
 
 
 LOSSES: Mapping[str, Mapping[str, Any]] = {
@@ -407,13 +406,3 @@ def write_pairs(path: Path, length: int, number: int) -> None:
     ends = {"prompt": (1, half), "chosen": (half, half + quarter - 1), "rejected": (half + quarter, length - 1)}
     texts = {name: [row[start:end].tobytes().decode() for row in letters] for name, (start, end) in ends.items()}
     pyarrow.parquet.write_table(pa.table(texts), path)
-
-
-def _longest_within(setup: MemorySetup, device_bytes: float) -> float:
-    low, high = 0, 1
-    while predict(setup, high).allocated_bytes <= device_bytes and high < LONGEST:
-        low, high = high, 2 * high
-    while high - low > 64:
-        middle = (low + high) // 2
-        low, high = (middle, high) if predict(setup, middle).allocated_bytes <= device_bytes else (low, middle)
-    return low

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from longctx.attention.speeds import SPEEDS, SpeedTable, number
-from longctx.forecast.step_time import Speeds, step_time
+from longctx.forecast.cost import cost
+from longctx.machine.here import Machine
+from longctx.machine.speeds import TABLE, Speeds, SpeedTable
 
 from ..max_length.results import OK, Line
-from .refit import as_of, changes, known_kernel, row_of, speeds_of
+from .refit import as_of, changes, known_kernel, number, row_of, speeds_of
 
 PAGE = "README.md"
 GIB = 2**30
@@ -25,7 +27,7 @@ def write_page(folder: Path, catalogue: Any, lines: Sequence[Line]) -> None:
     for line in lines:
         of.setdefault(line["kind"], []).append(line)
     device = of["device"][0]
-    table = as_of(device, SPEEDS)
+    table = as_of(device, TABLE)
     measured = next((speeds_of(line) for line in of.get("speeds", ()) if line["status"] == OK), None)
     parts = [
         _head(device),
@@ -77,7 +79,7 @@ def _speeds(device: Line, measured: Speeds | None, table: SpeedTable) -> Iterato
     if measured is None:
         return
     known, kernel = row_of(device["device"], table), known_kernel(device["kernel"], table)
-    named = Speeds.of(known, kernel, table) if known and kernel and known in table.kernels()[kernel] else None
+    named = Speeds.of(known, kernel, table) if known and kernel in table.kernels(known) else None
     yield "## Speeds"
     yield ""
     yield "What the forecast takes from its table of speeds, beside what `longctx plan --measure` finds."
@@ -100,13 +102,13 @@ def _speeds(device: Line, measured: Speeds | None, table: SpeedTable) -> Iterato
 
 
 _SPEEDS: Sequence[tuple[str, float, Any]] = (
-    ("matrices, TFLOP/s", 1e12, lambda speeds: speeds.matmul_flops),
-    ("attention forward, TFLOP/s", 1e12, lambda speeds: speeds.attention_forward_flops),
-    ("attention backward, TFLOP/s", 1e12, lambda speeds: speeds.attention_backward_flops),
-    ("device memory, GB/s", 1e9, lambda speeds: speeds.device.memory_speed),
+    ("matrices, TFLOP/s", 1e12, lambda speeds: speeds.matmul),
+    ("attention forward, TFLOP/s", 1e12, lambda speeds: speeds.attention_forward),
+    ("attention backward, TFLOP/s", 1e12, lambda speeds: speeds.attention_backward),
+    ("device memory, GB/s", 1e9, lambda speeds: speeds.memory),
     ("copies to and from the host, GB/s", 1e9, lambda speeds: speeds.host_link),
     ("AdamW in host memory, GB/s", 1e9, lambda speeds: speeds.host_memory),
-    ("launch of a kernel, µs", 1e-6, lambda speeds: speeds.device.launch_seconds),
+    ("launch of a kernel, µs", 1e-6, lambda speeds: speeds.launch_seconds),
 )
 
 
@@ -123,7 +125,7 @@ def _kernels(device: Line, lines: Sequence[Line], table: SpeedTable) -> Iterator
     rows = []
     for line in there:
         kernel = known_kernel(line["kernel"], table)
-        parts = table.kernels().get(kernel or "", {}).get(known or "")
+        parts = table.kernels(known).get(kernel or "") if known else None
         expected = NONE if parts is None or peak is None else " / ".join(f"{part * peak / 1e12:.0f}" for part in parts)
         found = (line["forward_flops"], line["backward_flops"])
         of_peak = NONE if peak is None else " / ".join(f"{flops / peak:.0%}" for flops in found)
@@ -292,7 +294,7 @@ def _constants(lines: Sequence[Line], table: SpeedTable) -> Iterator[str]:
         yield ""
         return
     yield (
-        "Of the table of speeds (`longctx/attention/speeds.toml`), as these figures have them; of a kernel on its "
+        "Of the table of speeds (`longctx/machine/speeds.toml`), as these figures have them; of a kernel on its "
         "longest single document. `--refit` writes them there."
     )
     yield ""
@@ -328,8 +330,9 @@ def _seconds_and_memory(catalogue: Any, measured: Speeds | None, line: Line) -> 
     if line["status"] != OK:
         return (line["status"], *[NONE] * (len(_OF_A_STEP) - 1))
     took, expected, memory = seconds(line), None, line.get("predicted_bytes")
-    if memory is not None and measured is not None and (setup := catalogue.setup(line)):
-        expected = step_time(setup, line["length"], measured).seconds
+    if memory is not None and measured is not None and (shape := catalogue.shape(line)):
+        machine = replace(Machine.of("GPU", 1), speeds=measured)
+        expected = cost(shape, machine, line["length"]).step_seconds
     peak = line["allocated"]
     return (
         _significant(took),

@@ -21,10 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from longctx.forecast.measure import Work, measure_together
 from transformers import AutoModelForCausalLM
 
-from longctx.attention.cost import FLOPS_BACKWARD, FLOPS_FORWARD
 from longctx.attention.kernels.choose import candidates, choose_kernel
 from longctx.attention.kernels.entries import Entries
 from longctx.attention.operator import varlen_attention
@@ -32,6 +30,8 @@ from longctx.layers import loss, loss_kernel
 from longctx.layers.loss_tile import LogitScaling, TileLoss, kernel_agrees
 from longctx.layers.loss_tile import _by_kernel as losses_by_kernel
 from longctx.layers.loss_tile import _by_operators as losses_by_operators
+from longctx.machine.measure import Work, measure_together
+from longctx.machine.speeds import FLOPS_BACKWARD, FLOPS_FORWARD
 from longctx.model.tiny import tiny_tokenizer
 from longctx.ring import plan_ring
 from longctx.training.callbacks import PROFILE_FOLDER

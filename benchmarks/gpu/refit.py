@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longctx.attention.speeds import BACKWARD, FILE, FORWARD, Constant, SpeedTable, number
-from longctx.forecast.step_time import Speeds
-
-from longctx.attention.cost import Device, Link
+from longctx.machine.speeds import BACKWARD, FILE, FORWARD, Constant, Link, Speeds, SpeedTable
+from longctx.untrusted.files import written_whole
 
 from ..max_length.results import OK, Line
+
+_HEAD = """\
+# What devices, kernels and links do, for forecasts: longctx/machine/speeds.py says what each constant is.
+# `python -m benchmarks.gpu --refit` rewrites this file, and keeps no other comments.
+"""
+_BEFORE = {
+    "matmul_flops": "matmul",
+    "attention_forward_flops": "attention_forward",
+    "attention_backward_flops": "attention_backward",
+    "memory_speed": "memory",
+}
+"""Names that recorded results have of fields of Speeds."""
 
 
 class Change(NamedTuple):
@@ -46,8 +58,8 @@ def refit(lines: Sequence[Line], path: Path) -> list[Change]:
     table = SpeedTable.read(path if path.exists() else FILE)
     found = changes(lines, table)
     if found:
-        table = table.replaced(found[0].device, {change.name: change.after for change in found})
-    table.write(path)
+        table = replaced(table, found[0].device, {change.name: change.after for change in found})
+    write(table, path)
     return found
 
 
@@ -64,7 +76,7 @@ def changes(lines: Sequence[Line], table: SpeedTable) -> list[Change]:
     if device is None:
         raise ValueError(
             f"The table of speeds has no row for {facts['device']!r}, and none is fitted without its peak. Add the row "
-            f"with its peak_flops, from the data sheet, to {FILE}. There are {', '.join(table.values('peak_flops'))}."
+            f"with its peak_flops, from the data sheet, to {FILE}. There are {', '.join(table.values('device_bytes'))}."
         )
     measured = next((speeds_of(line) for line in lines if line["kind"] == "speeds" and line["status"] == OK), None)
     if measured is None:
@@ -86,10 +98,9 @@ def changes(lines: Sequence[Line], table: SpeedTable) -> list[Change]:
 
 def _fitted(measured: Speeds, lines: Sequence[Line], peak: float, table: SpeedTable) -> Iterator[tuple[str, float]]:
     """Names and values. A kernel's are those of the longest single document."""
-    yield "matmul_part", measured.matmul_flops / peak
-    yield "attention_flops", measured.device.attention_flops
-    yield "memory_speed", measured.device.memory_speed
-    yield "launch_seconds", measured.device.launch_seconds
+    yield "matmul_part", measured.matmul / peak
+    yield "memory_speed", measured.memory
+    yield "launch_seconds", measured.launch_seconds
     yield "host_link", measured.host_link
     yield "host_memory", measured.host_memory
     longest: dict[str, Line] = {}
@@ -104,24 +115,21 @@ def _fitted(measured: Speeds, lines: Sequence[Line], peak: float, table: SpeedTa
 
 def row_of(device: str, table: SpeedTable) -> str | None:
     """Return the row of the table for a GPU's full name; None without one, and for cards on PCIe, which have less."""
-    if "PCI" in device.upper():
-        return None
-    return next((key for key in table.values("peak_flops") if key in device), None)
+    return None if "PCI" in device.upper() else table.row(device)
 
 
 def known_kernel(name: str, table: SpeedTable) -> str | None:
     """Return the kernel's name in the table, if it is there. torch's own varlen kernel is FlashAttention-2."""
     if "aten varlen flash" in name:
         return "flash-attn 2"
-    return next((key for key in table.kernels() if key.lower() in name.lower()), None)
+    return next((key for row in table.constants for key in table.kernels(row) if key.lower() in name.lower()), None)
 
 
 def speeds_of(line: Line) -> Speeds:
-    """Return the speeds that `longctx.forecast.measure` found."""
-    links = {name: Link(**line["device"][name]) for name in ("within", "across")}
-    values = {name: line[name] for name in ("matmul_flops", "attention_forward_flops", "attention_backward_flops")}
-    values |= {name: line[name] for name in ("host_link", "host_memory")}
-    return Speeds(**values, device=Device(**line["device"] | links))
+    """Return the speeds that `longctx.machine.measure` found."""
+    found = {_BEFORE.get(name, name): value for name, value in {**line, **line.get("device", {})}.items()}
+    links = {n: Link(**of) if isinstance(of := found[n], Mapping) else Link(*of) for n in ("within", "across")}
+    return Speeds(**{of.name: found[of.name] for of in fields(Speeds) if of.name in found} | links)
 
 
 def as_of(facts: Line, table: SpeedTable) -> SpeedTable:
@@ -129,10 +137,40 @@ def as_of(facts: Line, table: SpeedTable) -> SpeedTable:
     device = row_of(facts["device"], table)
     if device is None or "constants" not in facts:
         return table
-    return table.replaced(device, {name: Constant(*constant) for name, constant in facts["constants"].items()})
+    return replaced(table, device, {name: Constant(*constant) for name, constant in facts["constants"].items()})
 
 
 def constants_of(device: str, table: SpeedTable) -> dict[str, Any]:
     """Return the constants that the table has of this GPU, for `as_of`."""
     row = row_of(device, table)
     return {} if row is None else {"constants": dict(table.constants[row])}
+
+
+def replaced(table: SpeedTable, device: str, constants: Mapping[str, Constant]) -> SpeedTable:
+    """Return the table with these constants of one device replaced."""
+    return SpeedTable({**table.constants, device: {**table.constants[device], **constants}})
+
+
+def write(table: SpeedTable, path: Path) -> None:
+    """Replace the file by this table in one step: another process reads either the old table or the new one."""
+    lines = [_HEAD.rstrip()]
+    for device, row in table.constants.items():
+        lines += ["", f"[{_key(device)}]"]
+        lines += [
+            f"{_key(name)} = {{ value = {number(c.value)}, source = {_text(c.source)} }}" for name, c in row.items()
+        ]
+    with written_whole(path) as unfinished:
+        unfinished.write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+def number(value: float) -> str:
+    """Return the value as TOML writes it: 989e12 as 9.89e14."""
+    return f"{value:.10g}".replace("e+", "e")
+
+
+def _key(name: str) -> str:
+    return name if name.replace("_", "").isalnum() else _text(name)
+
+
+def _text(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False)  # JSON's escapes are also TOML's

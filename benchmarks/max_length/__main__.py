@@ -205,12 +205,12 @@ def _check(options: argparse.Namespace) -> None:
 def _sweep(options: argparse.Namespace, results: Results, command: str) -> None:
     use_cpu = _prepare_environment(options.output)
     start_server(f"{__package__}.rank")  # it imports while we do
-    from longctx.forecast.step_time import Speeds
 
     from longctx.forecast.documents import drawn_from, one_document
     from longctx.launch.terminal import quieten
+    from longctx.machine.here import Machine
 
-    from .combinations import Limits, combinations
+    from .combinations import combinations
     from .sweep import Settings, Sweep
 
     quieten()
@@ -218,7 +218,7 @@ def _sweep(options: argparse.Namespace, results: Results, command: str) -> None:
     facts = _facts(options, use_cpu)
     _check_same(facts, results, options.output)
     budget = facts["budget_bytes"]
-    limits = Limits(device_bytes=budget or facts["device_bytes"], host_bytes=facts["host_bytes"], use_cpu=use_cpu)
+    memory = {"device_bytes": budget or facts["device_bytes"], "host_bytes": facts["host_bytes"]}
     found = list(
         combinations(
             options.model_name_or_path,
@@ -233,7 +233,7 @@ def _sweep(options: argparse.Namespace, results: Results, command: str) -> None:
     settings = Settings(
         model=options.model_name_or_path,
         lengths=sorted(set(options.lengths)),
-        limits=limits,
+        machine=Machine.of(facts["device_kind"], options.gpus[-1], **memory),
         memory_fraction=None if use_cpu or not budget else budget / facts["device_bytes"],
         precision=options.precision,
         longest=options.max_length,
@@ -241,7 +241,6 @@ def _sweep(options: argparse.Namespace, results: Results, command: str) -> None:
         warmup=options.warmup,
         timeout=options.timeout,
         until=options.until,
-        speeds=None if use_cpu else Speeds.of_device(facts["device_kind"], documents(max(options.lengths))),
         documents=documents,
         commit=facts["commit"],
     )
@@ -288,9 +287,8 @@ def _facts(options: argparse.Namespace, use_cpu: bool) -> dict[str, Any]:
     Raises:
         ValueError: for more devices than there are, or a larger budget than one has.
     """
-    from longctx.forecast.hardware import host_bytes
-
     from longctx.launch.spawn import device_count
+    from longctx.machine.here import host_bytes
 
     if not use_cpu and options.gpus[-1] > device_count():
         raise ValueError(f"--gpus {options.gpus[-1]}: {device_count()} are visible. Leave it out.")

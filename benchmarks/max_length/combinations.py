@@ -6,18 +6,18 @@ Nothing here starts a process or reads weights; what cannot be is refused here, 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from longctx.forecast.closed_form import Breakdown, predict
-from longctx.forecast.expected_step import documents_of
-from longctx.forecast.memory_setup import MemorySetup
-from longctx.forecast.step_time import Speeds, step_time
-
+from longctx.forecast.cost import cost, reach
+from longctx.forecast.memory import device_moments
+from longctx.forecast.shape import RunShape
 from longctx.launch.accelerate import find_profile
+from longctx.machine.here import Machine
 from longctx.model.allow_list import num_heads
 from longctx.model.load import load_config
 from longctx.settings.flags import SFT
@@ -36,26 +36,6 @@ LONGEST_GUESS = 1 << 40
 FLAGS = "--packing True --per_device_train_batch_size 1 --save_strategy no --report_to none --disable_tqdm True"
 _DROPPED = ("PARALLELISM_CONFIG_", "ACCELERATE_USE_PARALLELISM_CONFIG")
 """Of a profile's environment: degrees are the sweep's."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Bytes that a step may take."""
-
-    device_bytes: float
-    """Of one device; on the CPU the budget."""
-    host_bytes: float
-    """Of the node."""
-    use_cpu: bool
-
-    def hold(self, peak: Breakdown, beside: float) -> bool:
-        """
-        Args:
-            beside: bytes of a device that the prediction leaves out.
-        """
-        if self.use_cpu:  # what is traced is what tensors take
-            return peak.allocated_bytes + beside <= self.device_bytes
-        return peak.device_bytes + beside <= self.device_bytes and peak.host_bytes <= self.host_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +78,7 @@ class Combination:
         """For its line in results.jsonl."""
         if self.run is None:
             return {"error": self.refused}
-        dims, setup, bf16 = self.run.dims, self.setup, self.run.settings["bf16"]
+        dims, shape, bf16 = self.run.dims, self.shape, self.run.settings["bf16"]
         engine = f"ZeRO-{self.run.zero_stage}" if self.run.zero_stage else self.run.engine
         return {
             "sp": dims.sp,
@@ -107,43 +87,39 @@ class Combination:
             "dp": dims.dp,
             "engine": engine,
             "memory_options": self.run.memory_options.describe() if self.stack == LONGCTX else "",
-            "parameters": setup.model.num_parameters,
-            "dtype": f"{'bf16' if bf16 else 'fp32'}, weights {'fp32' if setup.weight_bytes == 4 else 'bf16'}",
+            "parameters": shape.model.num_parameters,
+            "dtype": f"{'bf16' if bf16 else 'fp32'}, weights {'fp32' if shape.weight_bytes == 4 else 'bf16'}",
         }
 
     @cached_property
-    def setup(self) -> MemorySetup:
-        """As if on devices of their own, so that their memory is told apart from the host's."""
+    def shape(self) -> RunShape:
         assert self.run is not None, "not refused"
-        return replace(self.run.memory_setup(self.devices), is_cpu=False)
+        return self.run.shape
 
     def predicted_peak(self, length: int) -> float:
         """Bytes that tensors take of a device, where rows have `length` tokens; of TRL's, what ours would take."""
-        return predict(self.setup, self.padded(length)).allocated_bytes
+        moments = device_moments(self.shape, self.padded(length), is_cpu=True)
+        return float(max(sum(sizes.values()) for sizes in moments.values()))
 
-    def predicted_seconds(self, length: int, documents: Sequence[int], speeds: Speeds) -> float:
-        """Return the seconds of an optimizer step on rows of these documents, which have `length` tokens in all."""
-        padded = self.padded(length)
-        documents = documents_of(length, padded, packed=True, given=documents)
-        return float(step_time(self.setup, padded, speeds, documents=documents).seconds)
+    def predicted_seconds(self, length: int, documents: Sequence[int], machine: Machine) -> float | None:
+        """Return the seconds of an optimizer step on rows of these documents; None where the speeds are not known."""
+        if not machine.is_known:
+            return None
+        return cost(self.shape, replace(machine, per_node=self.devices), length, documents).step_seconds
 
-    def predicted_length(self, limits: Limits, beside: float = 0.0) -> int:
-        """The longest row that fits, by the closed form.
+    def predicted_length(self, machine: Machine, beside: float = 0.0) -> int:
+        """The longest row that fits.
 
         Args:
             beside: bytes that a measured peak has more than the predicted one.
         """
-        return _longest(lambda length: limits.hold(predict(self.setup, length), beside))
+        if machine.is_cpu:  # what is traced is what tensors take
+            return self.longest_within(machine.device_bytes - beside)
+        return reach(self.shape, replace(machine, per_node=self.devices), beside_device=beside).length
 
-
-def _longest(fits: Callable[[int], bool]) -> int:
-    low, high = 0, 1
-    while fits(high) and high < LONGEST_GUESS:
-        low, high = high, 2 * high
-    while high - low > max(1, low // 4096):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    def longest_within(self, device_bytes: float) -> int:
+        """The longest row of which tensors take no more than these bytes of a device."""
+        return max(0, bisect_right(range(LONGEST_GUESS), device_bytes, key=self.predicted_peak) - 1)
 
 
 def combinations(

@@ -15,11 +15,11 @@ from typing import Any, Literal
 import pyarrow.parquet
 import torch
 from datasets import Dataset
-from longctx.forecast.memory_setup import MemorySetup
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, ModelConfig, SFTConfig, SFTTrainer, get_peft_config
 
 import longctx.run
+from longctx.forecast.shape import RunShape
 from longctx.model.adapter import quantization_of
 from longctx.model.load import count_parameters, load_config, load_model, load_tokenizer
 from longctx.packing import PackedDataset
@@ -136,7 +136,7 @@ def _resolved(task: Task) -> Run:
 
 def _train_longctx(task: Task, watch: _Watch) -> dict[str, Any]:
     run = _resolved(task)
-    watch.on_host = _states_on_host(run.memory_setup(1))
+    watch.on_host = _states_on_host(run.shape)
     prepared = longctx.run.prepare(run)
     trainer = longctx.run.build_trainer(prepared, longctx.run.load(prepared))
     trainer.add_callback(watch)
@@ -153,10 +153,11 @@ def _train_longctx(task: Task, watch: _Watch) -> dict[str, Any]:
     }
 
 
-def _states_on_host(setup: MemorySetup) -> frozenset[str]:
+def _states_on_host(shape: RunShape) -> frozenset[str]:
     """FSDP2 offloads all or nothing; ZeRO adds gradients up where the optimizer is."""
-    places = {PARAMETERS: setup.offload_param, OPTIMIZER_STATES: setup.offload_optimizer}
-    places[GRADIENTS] = setup.offload_param if setup.engine == "fsdp2" else setup.offload_optimizer
+    parameters, optimizer = shape.options.offload_param_device, shape.options.offload_optimizer_device
+    places = {PARAMETERS: parameters, OPTIMIZER_STATES: optimizer}
+    places[GRADIENTS] = parameters if shape.is_fsdp else optimizer
     return frozenset(category for category, place in places.items() if place != "none")
 
 

@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
-from longctx.forecast.step_time import Speeds
 from tqdm import tqdm
+
+from longctx.machine.here import Machine
 
 from ..ranks import Ending, run_group
 from . import tables
-from .combinations import LONGCTX, Combination, Limits
+from .combinations import LONGCTX, Combination
 from .rank import Task, run_task
 from .results import (
     COMBINATION,
@@ -61,7 +62,8 @@ class Settings:
     model: str
     lengths: Sequence[int]
     """Of the rows to time, in tokens."""
-    limits: Limits
+    machine: Machine
+    """With the memory that a step may take: on the CPU, `device_bytes` is the budget of a rank."""
     memory_fraction: float | None
     """Of a GPU's memory that torch may take; None for all of it, and on the CPU."""
     precision: float
@@ -71,8 +73,6 @@ class Settings:
     timeout: float
     until: float
     """When the time is up, by `time.monotonic`; infinite without --minutes."""
-    speeds: Speeds | None
-    """Of the devices, as a forecast knows them; None where it does not."""
     documents: Callable[[int], Sequence[int]]
     """Length of a row -> lengths of its documents."""
     commit: str
@@ -129,12 +129,12 @@ class Sweep:
 
         Where none is, try the shortest.
         """
-        limits, beside = self.settings.limits, [o for o in self.possible if o.devices == combination.devices]
+        machine, beside = self.settings.machine, [o for o in self.possible if o.devices == combination.devices]
         for length in reversed(self.settings.lengths):
             padded, tried = combination.padded(length), self._tried(combination)
             if any(line["status"] != OOM for line in tried.values()):
                 return  # it fits, or fails whatever the length
-            fits = padded <= min(other.predicted_length(limits) for other in beside)
+            fits = padded <= min(other.predicted_length(machine) for other in beside)
             if (fits or length == self.settings.lengths[0]) and padded <= self.settings.longest and padded not in tried:
                 self._probe(combination, FIT, padded)
                 self._show()
@@ -182,15 +182,15 @@ class Sweep:
 
         The closed form does not know TRL's memory, so its length is on the straight line through two measured peaks.
         """
-        limits, beside = self.settings.limits, 0.0
+        machine, beside = self.settings.machine, 0.0
         measured = [line for line in tried.values() if line.get("allocated")]
-        nearest, *others = sorted(measured, key=lambda line: abs(line["allocated"] - limits.device_bytes)) or [{}]
+        nearest, *others = sorted(measured, key=lambda line: abs(line["allocated"] - machine.device_bytes)) or [{}]
         if combination.stack != LONGCTX and others and others[0]["allocated"] != nearest["allocated"]:
             per_byte = (others[0]["length"] - nearest["length"]) / (others[0]["allocated"] - nearest["allocated"])
-            return nearest["length"] + per_byte * (limits.device_bytes - nearest["allocated"])
+            return nearest["length"] + per_byte * (machine.device_bytes - nearest["allocated"])
         if measured:
             beside = nearest["allocated"] - combination.predicted_peak(nearest["length"])
-        return combination.predicted_length(limits, beside)
+        return combination.predicted_length(machine, beside)
 
     # Timing
 
@@ -221,7 +221,7 @@ class Sweep:
 
     def _probe(self, combination: Combination, kind: str, length: int, **about: Any) -> None:
         settings, folder = self.settings, self.folder / PROBE_FOLDER
-        use_cpu, is_fit = settings.limits.use_cpu, kind == FIT
+        use_cpu, is_fit = settings.machine.is_cpu, kind == FIT
         num_steps = STEPS_OF_A_FIT if is_fit else settings.warmup + settings.steps
         forecast = self._forecast(combination, length)
         name = f"{combination.backend} on {combination.devices}, {length:,} tokens"
@@ -257,7 +257,7 @@ class Sweep:
             self._add(combination, kind, length, INIT)  # it has not had its time yet, and gets it when this goes on
             raise TimeIsUp(f"{name}: it was cut after {ending.seconds:,.0f} s")
         found = _found(ending) | forecast
-        if is_fit and use_cpu and ending.status == OK and found["allocated"] > settings.limits.device_bytes:
+        if is_fit and use_cpu and ending.status == OK and found["allocated"] > settings.machine.device_bytes:
             found |= {"error": f"{found['allocated']:,} traced bytes are more than the budget"}
             ending = ending._replace(status=OOM)
         self._keep_log(combination, kind, length, ending)
@@ -268,8 +268,7 @@ class Sweep:
         """Return the predicted peak bytes, and the seconds where the speeds are known; None for TRL's steps."""
         if combination.stack != LONGCTX:
             return {"predicted": None, "predicted_seconds": None}
-        documents, speeds = self.settings.documents(length), self.settings.speeds
-        seconds = None if speeds is None else combination.predicted_seconds(length, documents, speeds)
+        seconds = combination.predicted_seconds(length, self.settings.documents(length), self.settings.machine)
         return {"predicted": combination.predicted_peak(length), "predicted_seconds": seconds}
 
     def _expected_seconds(self, combination: Combination, length: int, num_steps: int, forecast: Line) -> float:

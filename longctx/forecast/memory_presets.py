@@ -9,20 +9,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from longctx.forecast.memory_options import (
     CPU,
     NONE,
+    NVME,
     OWN_FLAGS,
     MemoryOptions,
-    check_combinations,
-    check_support,
 )
+from longctx.forecast.shape import RunShape
 from longctx.settings.values import Settings
-
-if TYPE_CHECKING:
-    from longctx.forecast.shape import RunShape
 
 CHUNK_TOKENS = 8192
 """Most tokens of a rank that the sequence-chunked step of a preset has on the device at a time."""
@@ -118,6 +116,19 @@ def prefers_ulysses(memory: str, asked: Mapping[str, Any]) -> bool:
     return by_preset or asked.get("sequence_chunk_size") is not None
 
 
+def with_options(shape: RunShape, memory: str, asked: Mapping[str, Any], length: int) -> RunShape:
+    """Return the shape with the memory options of a preset, and with those that are asked for, by flag.
+
+    Args:
+        length: tokens of a row, on which the chunks of a preset depend.
+
+    Raises:
+        ValueError: for a memory option that the run does not support, with its value, the limit and the remedy.
+    """
+    tokens = -(-length * shape.rows // shape.sp)
+    return replace(shape, options=resolve_memory_options(memory, asked, shape, tokens))
+
+
 def resolve_memory_options(memory: str, asked: Mapping[str, Any], shape: RunShape, local_tokens: int) -> MemoryOptions:
     """Resolve every memory option.
 
@@ -206,3 +217,159 @@ def _num_shards(values: Mapping[str, Any]) -> int | None:
     if values.get("tiled_mlp") is False:
         return None
     return values.get("tiled_mlp_num_shards", 0 if values.get("tiled_mlp") else None)
+
+
+def check_support(asked: Mapping[str, Any], shape: RunShape) -> None:
+    """Raise ValueError for a memory option that, by itself, the run does not support."""
+    if asked.get("tiled_mlp") is False and "tiled_mlp_num_shards" in asked:
+        raise ValueError(
+            f"--tiled_mlp_num_shards {asked['tiled_mlp_num_shards']} contradicts --tiled_mlp False. Leave out one."
+        )
+    if "sequence_chunk_size" in asked and not shape.backend.can_chunk:
+        raise ValueError(
+            f"--sequence_chunk_size {asked['sequence_chunk_size']} is not supported by this run's attention backend. "
+            "Use another --sp_backend, or leave it out."
+        )
+    if "sequence_chunk_size" in asked and shape.model.recurrent is not None:
+        raise ValueError(
+            f"--sequence_chunk_size {asked['sequence_chunk_size']}: this model's recurrent layers carry a state "
+            "through all tokens, which is not cut into chunks. Leave it out."
+        )
+    if asked.get("overlap_exchange") and shape.ulysses == 1:
+        raise ValueError(
+            "--overlap_exchange True: no ranks of this run exchange tokens for heads. Use --sp_backend ulysses or "
+            "hybrid with --sp above 1, or leave it out."
+        )
+    if shape.compiled:
+        from longctx.layers.compiled import check_compiled_layers  # which loads torch
+
+        check_compiled_layers(asked)
+    on_fsdp1 = [n for n in ("sequence_chunk_size", "tiled_mlp", "tiled_mlp_num_shards") if asked.get(n)]
+    if on_fsdp1 and shape.engine_name == "fsdp1":
+        raise ValueError(
+            f"--{on_fsdp1[0]} {asked[on_fsdp1[0]]}: the engine is fsdp1, and it is not verified with FSDP1's "
+            f"flattened weights. Set fsdp_version: 2 (--config_file configs/fsdp2.yaml), or leave it out."
+        )
+    if asked.get("communication_data_type") == "bf16" and not shape.bf16:
+        raise ValueError(
+            "--communication_data_type bf16 rounds fp32 gradients to three digits, and this run trains in fp32. "
+            "Add --bf16 True, or leave it out."
+        )
+    if "communication_data_type" in asked and shape.engine_name not in ("deepspeed", "fsdp2"):
+        raise ValueError(
+            f"--communication_data_type {asked['communication_data_type']}: the engine is {shape.engine_name}, which "
+            "does not offer this choice. Leave it out, or use --engine fsdp2 or deepspeed."
+        )
+
+
+def check_combinations(memory_options: MemoryOptions, shape: RunShape) -> None:
+    chunk = memory_options.sequence_chunk_size
+    if chunk is not None and not memory_options.activation_checkpointing:
+        raise ValueError(
+            f"--sequence_chunk_size {chunk} computes every layer again in the backward pass, and activation "
+            "checkpointing is off. Leave out one of the two."
+        )
+    acting_on_layers = {
+        "every_n_layers": memory_options.every_n_layers > 1,
+        "whole_layers": memory_options.whole_layers > 0,
+        "--tiled_mlp": memory_options.tiled_mlp_num_shards is not None,
+        "--heads_k_stride": memory_options.heads_k_stride is not None,
+        "--overlap_exchange": memory_options.overlap_exchange is True,
+        "--activation_offloading": memory_options.activation_offloading,
+    }
+    if chunk is not None and any(acting_on_layers.values()):
+        other = next(name for name, acts in acting_on_layers.items() if acts)
+        raise ValueError(
+            f"--sequence_chunk_size {chunk} leaves no whole layer that {other} could act on; its activations are in "
+            f"host memory already. Leave out one of the two."
+        )
+    for_checkpoints = {
+        "every_n_layers": memory_options.every_n_layers > 1,
+        "selective": memory_options.selective is not None,
+        "whole_layers": memory_options.whole_layers > 0,
+        "offload": memory_options.offloaded_layers is not None,
+    }
+    if not memory_options.activation_checkpointing and any(for_checkpoints.values()):
+        name = next(name for name, is_set in for_checkpoints.items() if is_set)
+        raise ValueError(
+            f"--activation_checkpointing_kwargs sets {name}, and activation checkpointing is off. Add "
+            "--activation_checkpointing True, or leave it out."
+        )
+    if shape.unverified_with:
+        _check_unverified(memory_options, shape.unverified_with)
+    _check_layers(memory_options, shape.model.num_layers)
+    _check_offload(memory_options, shape)
+
+
+def _check_unverified(memory_options: MemoryOptions, flag: str) -> None:
+    """Raise ValueError for a memory option that is not verified together with a flag."""
+    acting = {
+        "tiled_mlp": memory_options.tiled_mlp_num_shards is not None,
+        "sequence_chunk_size": memory_options.sequence_chunk_size is not None,
+        "offload_param_device": memory_options.offload_param_device != NONE,
+    }
+    for name in (name for name, acts in acting.items() if acts):
+        by_preset = ", which --memory longest sets," if name in memory_options.set_by_preset else ""
+        raise ValueError(
+            f"--{name} {memory_options.settings()[name]}{by_preset} with {flag} is not verified against one process. "
+            "Leave out one of the two."
+        )
+
+
+def _check_layers(memory_options: MemoryOptions, num_layers: int) -> None:
+    """Raise ValueError if the model lacks layers that checkpoints name, or two memory options choose them."""
+    from longctx.layers.checkpoints import LayerCheckpoints, check_layers  # which loads torch
+
+    selective = memory_options.selective if type(memory_options.selective) is int else 0
+    by_layer = LayerCheckpoints(
+        whole=memory_options.whole_layers, selective=selective, offloaded=memory_options.offloaded_layers
+    )
+    if memory_options.every_n_layers > 1 and by_layer != LayerCheckpoints():
+        raise ValueError(
+            f"--activation_checkpointing_kwargs: every_n_layers {memory_options.every_n_layers} and numbers of layers "
+            "(whole_layers, selective, offload) choose layers in two ways. Leave one of them out."
+        )
+    if memory_options.checkpoint_kwargs.get("use_reentrant") and selective:
+        raise ValueError(
+            f"--activation_checkpointing_kwargs: selective {selective} keeps attention's output, and reentrant "
+            "checkpointing computes it again. Leave out use_reentrant."
+        )
+    try:
+        check_layers(by_layer, num_layers)
+    except ValueError as error:
+        raise ValueError(f"--activation_checkpointing_kwargs: {error}") from None
+
+
+def _check_offload(memory_options: MemoryOptions, shape: RunShape) -> None:
+    """Raise ValueError if the engine cannot put optimizer states or parameters where they are asked for."""
+    for kind in ("optimizer", "param"):
+        flag, path_flag = f"--offload_{kind}_device", f"--offload_{kind}_nvme_path"
+        device, path = (
+            getattr(memory_options, f"offload_{kind}_device"),
+            getattr(memory_options, f"offload_{kind}_nvme_path"),
+        )
+        if device == NVME and path is None:
+            raise ValueError(f"{flag} nvme needs a folder: add {path_flag} DIR on a local SSD.")
+        if device != NVME and path is not None:
+            raise ValueError(
+                f"{path_flag} {path} needs {flag} nvme, and {flag} is {device}. Set it to nvme, or leave both out."
+            )
+        if device == NONE:
+            continue
+        if shape.engine_name not in ("deepspeed", "fsdp2"):
+            raise ValueError(
+                f"{flag} {device} is an option of DeepSpeed and FSDP2, and the engine is {shape.engine_name}. Use "
+                f"--engine deepspeed."
+            )
+        if shape.engine_name == "fsdp2" and kind == "optimizer":
+            raise ValueError(
+                f"{flag} {device}: FSDP2 keeps optimizer states where the parameters are. Use --offload_param_device "
+                "cpu, which moves both, or --engine deepspeed."
+            )
+        if shape.engine_name == "fsdp2" and device == NVME:
+            raise ValueError(f"{flag} nvme is an option of DeepSpeed ZeRO-3. Use --engine deepspeed, or {flag} cpu.")
+        needs = 3 if kind == "param" or device == NVME else 1
+        if shape.engine_name == "deepspeed" and (shape.zero_stage or 0) < needs:
+            raise ValueError(
+                f"{flag} {device} needs ZeRO-{needs}, and the run has ZeRO-{shape.zero_stage}. Use a higher stage."
+            )

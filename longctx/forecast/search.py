@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from longctx.attention.choice import Documents, exchange_overlaps
 from longctx.forecast.cost import FREE_PART, Cost, cost, filled, level_of, peaks_and_seconds
 from longctx.forecast.memory_options import AUTO, CPU
-from longctx.forecast.memory_presets import CHUNK_TOKENS, memory_flags
+from longctx.forecast.memory_presets import CHUNK_TOKENS, memory_flags, with_options
 from longctx.forecast.shape import RunShape
 from longctx.machine.here import Machine
 
@@ -184,7 +184,7 @@ class _Search:
         Raises:
             ValueError: if it does not support them.
         """
-        found = self.shape.with_options(memory, asked, self.length)
+        found = with_options(self.shape, memory, asked, self.length)
         options = found.options
         if options.overlap_exchange is not None or options.heads_k_stride is not None or options.sequence_chunk_size:
             return found

@@ -12,7 +12,6 @@ from longctx.attention.backend import Backend
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Arrangement, Setup
 from longctx.forecast.memory_options import MemoryOptions
-from longctx.forecast.memory_presets import resolve_memory_options
 from longctx.forecast.model_sizes import ModelSizes, adapter_rows
 from longctx.layers.liger import fuses_layers
 from longctx.machine.here import Machine
@@ -125,18 +124,6 @@ class RunShape:
             quantized_weight_bytes=_quantized_weight_bytes(settings),
             unverified_with=_unverified_with(settings),
         )
-
-    def with_options(self, memory: str, asked: Mapping[str, Any], length: int) -> RunShape:
-        """Return the shape with the memory options of a preset, and with those that are asked for, by flag.
-
-        Args:
-            length: tokens of a row, on which the chunks of a preset depend.
-
-        Raises:
-            ValueError: for a memory option that the run does not support, with its value, the limit and the remedy.
-        """
-        tokens = -(-length * self.rows // self.sp)
-        return replace(self, options=resolve_memory_options(memory, asked, self, tokens))
 
     def with_layers(self, whole: Any, selective: Any, offloaded: Any) -> RunShape:
         """Return the shape with these numbers of layers, which can be arrays: see `MemoryOptions`."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from longctx.attention.choice import arrangements
 from longctx.forecast.cost import cost, reach
-from longctx.forecast.memory_presets import CHUNK_TOKENS
+from longctx.forecast.memory_presets import CHUNK_TOKENS, with_options
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.search import search
 from longctx.forecast.shape import RunShape
@@ -164,7 +164,7 @@ def _changed(run: Run, machine: Machine) -> dict[str, tuple[RunShape, Machine]]:
         options = {name: value for name, value in values.items() if name not in ("memory", "rows")}
         with suppress(ValueError):  # there is no place for it in this run
             fewer = replace(shape, rows=values.get("rows", shape.rows))
-            found[flags] = fewer.with_options(values.get("memory", memory), {**asked, **options}, length), machine
+            found[flags] = with_options(fewer, values.get("memory", memory), {**asked, **options}, length), machine
     for one in search([shape], machine, length, fixed=asked):
         words = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in one.memory_flags.items())
         if one.cost.fits and machine.is_known:

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from longctx.forecast.cost import FREE_PART, GIB, Cost, Reach, cost, reach
+from longctx.forecast.cost import FREE_PART, GIB, Reach, cost, reach
 from longctx.forecast.documents import RowLengths
 from longctx.forecast.memory_options import AUTO
-from longctx.forecast.memory_presets import CHUNK_TOKENS
+from longctx.forecast.memory_presets import CHUNK_TOKENS, with_options
 from longctx.forecast.search import A_TIE, Choice, search
 from longctx.forecast.seconds import forward_seconds
 from longctx.forecast.shape import RunShape
@@ -250,7 +250,7 @@ def _without(arguments: Sequence[str], names: set[str]) -> list[str]:
 def _plain(run: Run, machine: Machine) -> Reach | None:
     """Return the longest sequences with plain memory options; None if the run refuses them."""
     with suppress(ValueError):
-        return reach(_shape(run, machine).with_options("balanced", run.asked_memory_options, CHUNK_TOKENS), machine)
+        return reach(with_options(_shape(run, machine), "balanced", run.asked_memory_options, CHUNK_TOKENS), machine)
     return None
 
 
@@ -259,7 +259,7 @@ def _farthest(run: Run, machine: Machine) -> Reach:
     found = [_plain(run, machine) or Reach(0, "device")]
     for memory, options in FARTHEST:
         with suppress(ValueError):
-            far = _shape(run, machine).with_options(memory, {**options, **run.asked_memory_options}, 2**30)
+            far = with_options(_shape(run, machine), memory, {**options, **run.asked_memory_options}, 2**30)
             found.append(reach(far, machine))
     return max(found)
 
@@ -435,56 +435,3 @@ def _seconds(value: float) -> str:
 
 def _size(size: float) -> str:
     return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
-
-
-# As JSON
-
-
-def as_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan as JSON values."""
-    machine, best = plan.machine, plan.best(plan.length)
-    memory = {"device_bytes": machine.device_bytes, "host_bytes": machine.host_bytes}
-    return {
-        "predicted": True,
-        "method": plan.settings.method.module.rpartition(".")[2],
-        "model": plan.settings["model_name_or_path"],
-        "machine": {"gpus": plan.gpus, "gpus_per_node": machine.per_node, "device": machine.device, **memory},
-        "kernel": machine.kernel,
-        "documents": None if plan.documents_file is None else str(plan.documents_file),
-        "lengths": [*plan.choices],
-        "arrangements": {
-            name: {
-                "sp": run.dims.sp,
-                "ring": run.dims.ring,
-                "ulysses": run.dims.ulysses,
-                "dp": run.dims.dp,
-                "engine": run.engine,
-                "longest_plain": plain and plain.length,
-                "longest": farthest.length,
-                "binds": farthest.binds,
-            }
-            for name, run in plan.runs.items()
-            for plain, farthest in [plan.reaches[name]]
-        },
-        "choices": {str(n): [choice_json(one) for one in of] for n, of in plan.choices.items()},
-        "recommendation": None
-        if best is None
-        else {**choice_json(best), "length": plan.length, "command": plan.command(best, plan.length)},
-    }
-
-
-def choice_json(choice: Choice) -> dict[str, Any]:
-    """Return a choice with its cost as JSON values."""
-    of: Cost = choice.cost
-    return {
-        "arrangement": name_of(choice),
-        "flags": flags_of(choice),
-        "fits": of.fits,
-        "used": round(of.used, 4),
-        "tokens_per_second_per_device": round(of.speed, 1) if of.fits else None,
-        "seconds_per_step": of.step_seconds,
-        "seconds": dict(of.seconds),
-        "device_bytes": dict(of.device),
-        "host_bytes": dict(of.host),
-        "disk_bytes": dict(of.disk),
-    }

@@ -18,6 +18,7 @@ from longctx.data import name_data
 from longctx.forecast.cost import Cost, cost
 from longctx.forecast.documents import assumed
 from longctx.forecast.memory_options import MemoryOptions
+from longctx.forecast.memory_presets import with_options
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.shape import RunShape
 from longctx.launch.console import Line
@@ -85,7 +86,7 @@ class Run:
             engine=self.engine,
             zero_stage=self.zero_stage,
         )
-        return shape.with_options(self.settings["memory"], self.asked_memory_options, self.settings["max_length"])
+        return with_options(shape, self.settings["memory"], self.asked_memory_options, self.settings["max_length"])
 
     @property
     def shape(self) -> RunShape:

@@ -13,15 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from longctx.attention.speeds import FILE, SPEEDS, SpeedTable, number
-from longctx.forecast.step_time import Speeds, step_time
 
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.catalogue import OURS, QUICK, SEARCHED, SLICES, Catalogue
 from benchmarks.gpu.page import PAGE, write_page
 from benchmarks.gpu.probes import overlap
-from benchmarks.gpu.refit import changes, constants_of, refit
-from longctx.attention.cost import PEAK_FLOPS
+from benchmarks.gpu.refit import changes, constants_of, number, refit, write
+from longctx.forecast.cost import cost
+from longctx.machine.here import Machine
+from longctx.machine.speeds import FILE, PEAK_FLOPS, TABLE, Speeds, SpeedTable
 from tests.softcuda.ranks import soft_environment
 
 DEVICE = {
@@ -53,7 +53,7 @@ SHORTER = KERNEL_LINE | {"name": "s", "length": 512, "forward_flops": 1e12, "bac
 PACKED = KERNEL_LINE | {"name": "p", "length": 8192, "documents": "packed", "forward_flops": 2e12}
 MEASURED = [DEVICE, SPEEDS_LINE, SHORTER, KERNEL_LINE, PACKED]
 REFITTED = {
-    **{"matmul_part": 0.5, "attention_flops": 3e14, "memory_speed": 3e12, "launch_seconds": 4e-6},
+    **{"matmul_part": 0.5, "memory_speed": 3e12, "launch_seconds": 4e-6},
     **{"host_link": 25e9, "host_memory": 190e9, "flash-attn 2 forward": 0.5, "flash-attn 2 backward": 0.4},
 }
 """What these figures give of an H100, whose peak is 989e12."""
@@ -127,7 +127,7 @@ def test_the_page_puts_predicted_beside_measured(catalogue, tmp_path):
     loss |= {"seconds": 1.5e-3, "logits_per_second": 181.5e9}
     write_page(tmp_path, catalogue, [DEVICE, SPEEDS_LINE, KERNEL_LINE, checked, loss, ours, trl, liger, broken])
     page = (tmp_path / PAGE).read_text()
-    known = {name: constant.value for name, constant in SPEEDS.constants["H100"].items()}  # a refit changes them
+    known = {name: constant.value for name, constant in TABLE.constants["H100"].items()}  # a refit changes them
     link, parts = known["host_link"], (known["flash-attn 2 forward"], known["flash-attn 2 backward"])
     assert f"| copies to and from the host, GB/s | {link / 1e9:.3g} | 25 | {25e9 / link:.2f} |" in page
     predicted = " / ".join(f"{part * 989:.0f}" for part in parts)
@@ -137,7 +137,7 @@ def test_the_page_puts_predicted_beside_measured(catalogue, tmp_path):
     assert row.endswith("| 3.00 | 3.30 | +10% | 2.50 | 1.50 |")
     assert "every model type: 7 passed, 1 failed.\n\n- failed: `tests/a.py::b`" in page
     assert "- ring: 2 ranks: fail, ValueError: no" in page
-    was = SPEEDS.constants["H100"]["matmul_part"]
+    was = TABLE.constants["H100"]["matmul_part"]
     assert f"| H100 matmul_part | {number(was.value)} | 0.5 | {was.source} |" in page
     assert f"| H100 flash-attn 2 forward | {number(parts[0])} | 0.5 |" in page
     assert "closed form: median 0.909" in page
@@ -145,9 +145,9 @@ def test_the_page_puts_predicted_beside_measured(catalogue, tmp_path):
 
 def forecast(catalogue, path, device="H100"):
     """(the speeds of a step, its seconds), with the table of speeds at this path."""
-    setup = replace(catalogue.combination("tiny", "balanced", 64).setup, engine="fsdp2", world_size=8)
+    shape = replace(catalogue.combination("tiny", "balanced", 64).shape, engine="fsdp2", world_size=8)
     speeds = Speeds.of(device, "flash-attn 2", SpeedTable.read(path))
-    return speeds, step_time(setup, 1 << 15, speeds).seconds
+    return speeds, cost(shape, replace(Machine.of("GPU", 8), speeds=speeds), 1 << 15).step_seconds
 
 
 def test_a_refit_changes_the_forecast_and_restoring_the_table_gives_the_old_one(catalogue, tmp_path):
@@ -157,18 +157,18 @@ def test_a_refit_changes_the_forecast_and_restoring_the_table_gives_the_old_one(
     found = refit(MEASURED, path)
     after = SpeedTable.read(path)
     assert {change.name: change.after.value for change in found} == REFITTED
-    assert {change.name: change.before for change in found} == {n: SPEEDS.constants["H100"][n] for n in REFITTED}
+    assert {change.name: change.before for change in found} == {n: TABLE.constants["H100"][n] for n in REFITTED}
     assert after.constants["H100"]["host_link"] == (
         25e9,
         "python -m benchmarks.gpu, NVIDIA H100 80GB HBM3, 2026-11-23, commit abc",
     )
     speeds, seconds = forecast(catalogue, path)
     assert seconds != before[1]
-    assert speeds.matmul_flops == pytest.approx(494.5e12)
-    assert (speeds.attention_forward_flops, speeds.attention_backward_flops) == (0.5 * 989e12, 0.4 * 989e12)
-    assert (speeds.device.memory_speed, speeds.device.launch_seconds) == (3e12, 4e-6)
+    assert speeds.matmul == pytest.approx(494.5e12)
+    assert (speeds.attention_forward, speeds.attention_backward) == (0.5 * 989e12, 0.4 * 989e12)
+    assert (speeds.memory, speeds.launch_seconds) == (3e12, 4e-6)
     assert (speeds.host_link, speeds.host_memory) == (25e9, 190e9)
-    assert speeds.device.within == before[0].device.within  # one GPU has no links
+    assert speeds.within == before[0].within  # one GPU has no links
     assert [forecast(catalogue, path, of) for of in ("A100", "H200")] == others
     assert refit(MEASURED, path) == []  # what is confirmed is no change
     shutil.copy(FILE, path)
@@ -176,7 +176,7 @@ def test_a_refit_changes_the_forecast_and_restoring_the_table_gives_the_old_one(
 
 
 def test_the_forecasts_own_table_is_as_the_writer_would_write_it(tmp_path):
-    SPEEDS.write(tmp_path / "speeds.toml")
+    write(TABLE, tmp_path / "speeds.toml")
     assert (tmp_path / "speeds.toml").read_text() == FILE.read_text()
 
 
@@ -194,7 +194,7 @@ def test_the_flag_writes_what_recorded_results_give_and_tells_what_was_there(tmp
     assert "there is no CUDA device" in capsys.readouterr().err
     assert main(["--refit", str(path), "--output", folder]) == 0
     source = "python -m benchmarks.gpu, NVIDIA H100 80GB HBM3, 2026-11-23, commit abc"
-    was = SPEEDS.constants["H100"]["matmul_part"]
+    was = TABLE.constants["H100"]["matmul_part"]
     told = capsys.readouterr().out
     assert f"H100 matmul_part: {number(was.value)} ({was.source}) -> 0.5 ({source})" in told
     assert f"longctx: {len(REFITTED)} constants of {path} have changed" in told
@@ -223,14 +223,14 @@ def test_results_that_give_no_constants_change_nothing(lines, error, tmp_path, c
 
 def test_the_page_predicts_with_the_constants_from_before_the_refit(catalogue, tmp_path):
     """A second call after a refit would else find its own figures predicted."""
-    device = DEVICE | constants_of(DEVICE["device"], SPEEDS)
+    device = DEVICE | constants_of(DEVICE["device"], TABLE)
     device["constants"] = {**device["constants"], "host_link": (100e9, "a page of old")}
     write_page(tmp_path, catalogue, [device, SPEEDS_LINE, KERNEL_LINE])
     assert "| copies to and from the host, GB/s | 100 | 25 | 0.25 |" in (tmp_path / PAGE).read_text()
 
 
 def test_a_kernel_that_the_table_lacks_on_this_gpu_is_added():
-    found = changes([*MEASURED, KERNEL_LINE | {"name": "4", "kernel": "flash-attn 4"}], SPEEDS)
+    found = changes([*MEASURED, KERNEL_LINE | {"name": "4", "kernel": "flash-attn 4"}], TABLE)
     [added] = [change for change in found if change.name == "flash-attn 4 forward"]
     assert added.before is None
     assert str(added).startswith("H100 flash-attn 4 forward: nothing -> 0.5 (")
@@ -244,7 +244,7 @@ def test_plan_forecasts_with_what_the_flag_has_written(tmp_path):
     for name in ("longctx", "benchmarks"):
         left_out = shutil.ignore_patterns("__pycache__", "results")
         shutil.copytree(root / name, tmp_path / name, symlinks=True, ignore=left_out)
-    table = tmp_path / "longctx" / "attention" / FILE.name
+    table = tmp_path / "longctx" / "machine" / FILE.name
 
     def run(*arguments):
         command = [sys.executable, "-m", *arguments]
@@ -280,7 +280,5 @@ def test_all_of_it_runs_on_a_soft_gpu(soft_gpus, tmp_path):
     assert all("TRL" in name or "Liger" in name for name in failed), failed
     assert (tmp_path / PAGE).read_text().count("| tiny | 256 | balanced |") == 1
     found = next(line for line in lines if line["kind"] == "speeds")
-    assert SpeedTable.read(table).value("H100", "memory_speed") == pytest.approx(
-        found["device"]["memory_speed"], rel=1e-3
-    )
+    assert SpeedTable.read(table).value("H100", "memory_speed") == pytest.approx(found["memory"], rel=1e-3)
     assert FILE.read_bytes() == before

@@ -12,11 +12,12 @@ import pytest
 from benchmarks.max_length import results as states
 from benchmarks.max_length import sweep as sweeping
 from benchmarks.max_length.__main__ import main
-from benchmarks.max_length.combinations import ONE_DEVICE, Limits, combinations
+from benchmarks.max_length.combinations import ONE_DEVICE, combinations
 from benchmarks.max_length.results import Results, TimeIsUp
 from benchmarks.max_length.sweep import Settings, Sweep
 from benchmarks.max_length.tables import summary
 from benchmarks.ranks import Ending
+from longctx.machine import here
 
 BUDGET = 20 * 2**20
 START, STEP = 4.0, 1 / 512  # seconds of a probe, and of each token of a step
@@ -66,7 +67,7 @@ def run(folder, found, machine, *, seconds=float("inf"), timeout=1800.0):
     settings = Settings(
         model="tiny",
         lengths=[64, 128, 512, 1024],
-        limits=Limits(device_bytes=BUDGET, host_bytes=1e12, use_cpu=True),
+        machine=here.Machine.of("CPU", 2, device_bytes=BUDGET, host_bytes=1e12),
         memory_fraction=None,
         precision=0.1,
         longest=1 << 20,
@@ -74,7 +75,6 @@ def run(folder, found, machine, *, seconds=float("inf"), timeout=1800.0):
         warmup=1,
         timeout=timeout,
         until=machine.now + seconds,
-        speeds=None,
         documents=lambda length: [length],
         commit="abc",
     )

@@ -18,14 +18,15 @@ import torch
 from transformers import PretrainedConfig
 
 from benchmarks import closed_form, step_time
-from benchmarks.closed_form import traced_settings, traced_shape
 from benchmarks.memory.step import StepSettings, trace_training_step
 from benchmarks.published import HELD_BACK, PUBLISHED
+from benchmarks.shapes import traced_settings, traced_shape
 from longctx.attention.choice import Documents, choose_backend
 from longctx.attention.cost import Arrangement, Setup
 from longctx.attention.modelled import plan_time
 from longctx.forecast.cost import cost
 from longctx.forecast.documents import RowLengths, drawn_from, one_document, one_pair
+from longctx.forecast.memory import offloaded
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.machine.here import Machine as Node
 from longctx.report.memory_advice import out_of_memory_explained
@@ -165,7 +166,7 @@ def traced(config: PretrainedConfig, tokens: int, changes: Mapping[str, Any], *,
     return {
         "traced": {"allocated": trace.peak_bytes, "on the host": trace.host_peak_bytes},
         "device": peak.allocated_bytes,
-        "host": peak.host_bytes,
+        "host": sum(offloaded(shape, length).values()),
         "moment": peak.moment,
     }
 
