@@ -85,7 +85,7 @@ def test_flags_that_a_page_names_exist(page):
     if page.name == "coming-from.md":
         text = re.sub(r"^\| .*? \| ", "| ", text, flags=re.MULTILINE)
     of_launchers = {
-        "accelerate": "config_file num_machines mixed_precision dynamo_backend deepspeed_multinode_launcher",
+        "accelerate": "config_file multi_gpu num_machines mixed_precision dynamo_backend deepspeed_multinode_launcher",
         "torchrun": "nproc_per_node nnodes rdzv_backend rdzv_id rdzv_endpoint max_restarts signals_to_handle "
         "shutdown_timeout",
         "deepspeed": "no_ssh node_rank master_addr hostfile module",
@@ -137,7 +137,7 @@ def test_the_flags_page_names_every_flag():
 def test_the_lengths_in_the_readme_are_those_of_its_table():
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     said = re.search(
-        r"For (\S+) on (\d+) × H100 80 GB, it predicts sequences of (\S+) tokens, or (\S+) with `--memory longest` "
+        r"For (\S+) on (\d+) × H100 80 GB, it predicts sequences of (\S+) tokens, or (\S+) with any memory options "
         r"\(\[table\]\((\S+)\)\)",
         text,
     )
