@@ -92,7 +92,7 @@ class Published(NamedTuple):
 
     @property
     def device(self) -> str:
-        """Its name in PEAK_FLOPS, KERNELS and DEVICE_BYTES."""
+        """Its name in the table of speeds."""
         return self.gpu.split("-")[0]
 
 

@@ -198,7 +198,7 @@ def _memory(shape: RunShape, machine: Machine, length: int) -> tuple[str, dict[s
 
 def _device(shape: RunShape, machine: Machine, length: int) -> dict[str, dict[str, Any]]:
     """Return `device_moments`, with what is allocated as runs on this kind of device have corrected it."""
-    moments, factor = device_moments(shape, length, is_cpu=machine.is_cpu), machine.correction.memory
+    moments, factor = device_moments(shape, length, is_cpu=machine.is_cpu), machine.memory_factor
     if factor == 1:
         return moments
     return {

@@ -46,7 +46,7 @@ def learn(cost: Cost, kernel: str, *, speed: float, allocated_bytes: float) -> N
         allocated_bytes: on the fullest device.
     """
     before = dict(cost.machine.corrections).get(kernel, Correction())
-    ratios = before.seconds * cost.speed / speed, before.memory * allocated_bytes / cost.allocated_bytes
+    ratios = before.seconds * cost.speed / speed, cost.machine.memory_factor * allocated_bytes / cost.allocated_bytes
     if not all(BOUNDS[0] <= ratio <= BOUNDS[1] for ratio in ratios):
         return
     of_run = 1 / min(before.runs + 1, MOST_RUNS)

@@ -36,9 +36,10 @@ TRAFFIC = 2
 LAUNCHES_OF_A_LAYER = 800
 """Launches of empty kernels in the time in which the host goes through a layer, forward and backward. Steps of
 Qwen3-0.6B with 4,096 tokens on an H200, which waits for its host, take 710 to 920 (benchmarks/results/gpu_H200)."""
-OF_FSDP, OF_ZERO, OF_RING = 1.9, 3.3, 1.2
+OF_FSDP, OF_ZERO, OF_RING = 1.9, 2.6, 1.2
 """How many times as long the host takes for a layer on FSDP and on DeepSpeed as on no engine, and in a ring as with
-Ulysses: its calls do not depend on the device (benchmarks/results/host_time_cpu_2026-11-27.md)."""
+Ulysses. DeepSpeed's is of an H200 (benchmarks/results/gpu_H200); the others are of calls on a CPU, which do not depend
+on the device (benchmarks/results/host_time_cpu_2026-11-27.md)."""
 
 
 def step_seconds(

@@ -102,8 +102,13 @@ class Machine:
 
     @property
     def correction(self) -> Correction:
-        """The correction of what is predicted with the machine's kernel."""
+        """The correction of the seconds that are predicted with the machine's kernel."""
         return dict(self.corrections).get(self.kernel, Correction())
+
+    @property
+    def memory_factor(self) -> float:
+        """The correction of what tensors take of a device, whichever kernel computes attention: the largest known."""
+        return max((correction.memory for _, correction in self.corrections), default=1.0)
 
     def with_documents(self, documents: Sequence[int]) -> Machine:
         """Return the machine with the speeds of the attention kernel that computes documents of these lengths.

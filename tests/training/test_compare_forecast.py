@@ -66,3 +66,21 @@ def test_only_what_is_predicted_is_compared(capsys):
     assert printed(capsys, unknown, LOGS, steps=[3]) == [
         "longctx: measured 48.1 GiB of tensors on the fullest GPU, and 50.0 were predicted\n"
     ]
+
+
+@pytest.mark.parametrize(("reserved", "says"), [(76, False), (78, True)])
+def test_memory_that_is_nearly_full_is_said(capsys, reserved, says):
+    """From 97% of the 79.2 GiB of an H100, by what the allocator of the fullest rank has reserved."""
+    callback = CompareForecast(EXPECTED, lambda: (10 * GIB, reserved * GIB))
+    state = TrainerState(global_step=3, max_steps=20)
+    callback.on_log(SFTConfig(use_cpu=True, bf16=False), state, TrainerControl(), logs=LOGS)
+    assert (f"memory is nearly full: {reserved}.0 of 79.2 GiB" in capsys.readouterr().out) == says
+
+
+def test_what_was_measured_is_learned_where_a_kernel_is_named(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for kernel, files in (("", 0), ("cuDNN", 1)):
+        callback = CompareForecast(EXPECTED, kernel=kernel)
+        state = TrainerState(global_step=3, max_steps=20)
+        callback.on_log(SFTConfig(use_cpu=True, bf16=False), state, TrainerControl(), logs=LOGS)
+        assert len(list(tmp_path.rglob("*.json"))) == files
