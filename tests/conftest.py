@@ -140,7 +140,7 @@ SLOWEST_FIRST = [
     "training/test_checkpoint.py",
     "training/test_signals.py",
     "settings/test_specification.py",
-    "forecast/test_option_search.py",
+    "forecast/test_search.py",
     "attention/test_kernel_choice.py",
     "data/test_data_fuzz.py",
     "untrusted/test_untrusted.py",
