@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -18,12 +19,14 @@ from longctx.data.kinds import PAIRS
 from longctx.forecast.memory_options import ALL, AUTO
 from longctx.forecast.memory_presets import asked_memory_options
 from longctx.launch.spawn import device_count
+from longctx.launch.store import share_decision
 from longctx.layers.compiled import check_compile
 from longctx.layers.liger import check_liger_machine, liger_parts
 from longctx.machine.here import Machine, devices_per_node
 from longctx.model.adapter import check_adapted_experts, check_adapter, check_quantization
 from longctx.model.tiny import TINY
 from longctx.ranks import is_first_rank
+from longctx.ranks.agreement import RefusedOnAllRanks
 from longctx.settings.auto import choose_layout, one_group, with_forecast
 from longctx.settings.engine import choose, choose_engine, clipping, kernel_notes, precision_notes
 from longctx.settings.launcher import Launcher
@@ -43,12 +46,44 @@ from longctx.settings.values import Settings
 from longctx.training.checkpoint.folder import check_output, default_folder, is_restarted
 
 
-def resolve(settings: Settings, launcher: Launcher, env: Mapping[str, str]) -> Run:
+def resolve_together(settings: Settings, launcher: Launcher, env: Mapping[str, str]) -> Run:
+    """Return the resolved run on all ranks of a launcher, or in a single process.
+
+    Rank 0 refuses for all, and decides what depends on the free memory and the speed of a device.
+
+    Raises:
+        RefusedOnAllRanks: if rank 0 refuses the run.
+        ValueError: for what this process alone cannot carry out; see `resolve`.
+    """
+    if launcher.world_size in (None, 1) or settings["dry_run"] or settings["prepare_only"]:
+        return resolve(settings, launcher, env)
+    seconds = settings["ddp_timeout"]
+    if not is_first_rank():
+        decided = share_decision(None, seconds)
+        if "refused" in decided:
+            raise RefusedOnAllRanks(decided["refused"], is_mine=False)
+        return resolve(settings, launcher, env, decided)
+    try:
+        run = resolve(settings, launcher, env)
+    except BaseException as error:
+        refused = str(error) if isinstance(error, ValueError) else f"rank 0 stopped with {type(error).__name__}"
+        share_decision({"refused": refused}, seconds)
+        if isinstance(error, ValueError):
+            raise RefusedOnAllRanks(refused, is_mine=True) from error
+        raise
+    share_decision(run.decided, seconds)
+    return run
+
+
+def resolve(
+    settings: Settings, launcher: Launcher, env: Mapping[str, str], decided: Mapping[str, Any] | None = None
+) -> Run:
     """Return the resolved run.
 
     Args:
         settings: as `parse_flags` returns them.
         env: the environment, for the launcher's ranks and nodes.
+        decided: what another process has decided, as `Run.decided` has it.
 
     Raises:
         ValueError: for the first setting that cannot be carried out exactly, with its value, limit and remedy.
@@ -58,17 +93,29 @@ def resolve(settings: Settings, launcher: Launcher, env: Mapping[str, str]) -> R
     machine = Machine.here(gpus)
     settings = fill(settings, launcher)
     try:
-        return _resolved(settings, launcher, env, machine, gpus)
+        return _resolved(settings, launcher, env, machine, gpus, decided)
     except ValueError as error:
         raise ValueError(settings.as_asked(str(error))) from error
 
 
-def _resolved(settings: Settings, launcher: Launcher, env: Mapping[str, str], machine: Machine, gpus: int) -> Run:
+def _resolved(
+    settings: Settings,
+    launcher: Launcher,
+    env: Mapping[str, str],
+    machine: Machine,
+    gpus: int,
+    decided: Mapping[str, Any] | None,
+) -> Run:
     if settings.method.reads_pairs:
         settings = settings.decided(dataset_text_field=PAIRS, padding_free=True)
+    if decided is not None:
+        settings = settings.decided(output_dir=decided["output_dir"]).with_("auto", **decided["chosen"])
     settings, model_config = configure_model(_take_output(settings, env))
     check_layer_classes(launcher.layer_classes, model_config)
     arranged = partial(_arranged, model_config=model_config, launcher=launcher, env=env, machine=machine, gpus=gpus)
+    if decided is not None:
+        run = arranged(settings if settings["memory"] else settings.decided(memory="balanced"))
+        return replace(run, layout_reason=decided["reason"], forecast=run.cost())
     world_size = count_all_processes(settings, launcher, gpus)
     if settings["memory"] is None:
         settings = settings.decided(memory=_memory_by_default(settings, world_size, machine))

@@ -13,16 +13,16 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from longctx.launch.accelerate import who_starts
 from longctx.launch.interrupts import interrupts_end
 from longctx.launch.terminal import end_refused, quieten
 from longctx.settings.flags import SFT
 from longctx.settings.help import help_asked
 from longctx.settings.launcher import Launcher
+from longctx.settings.processes import count_to_start
 from longctx.settings.read import parse_flags
 from longctx.settings.schema import BOOL, INT, Flag, Method
 from longctx.settings.values import Settings
-from longctx.train import take_over
+from longctx.train import start, take_over
 from longctx.verify.report import Check, Finding, as_advice, as_json, as_table, culprit
 
 if TYPE_CHECKING:
@@ -73,9 +73,12 @@ def main(arguments: list[str] | None = None) -> int:
             if device_count() == 0:
                 stay_on_cpu()  # accelerate's launcher imports DeepSpeed, which would say so on stdout
         launcher = take_over(settings, VERIFY.module)
+        started = count_to_start(settings, launcher)
     except ValueError as error:
         return end_refused(error)
     with interrupts_end(), redirect_stdout(sys.stderr):  # what libraries print; the result alone goes to stdout
+        if started:
+            return start(started, settings, launcher, print)
         return _verify(settings, launcher)
 
 
@@ -85,20 +88,14 @@ def _verify(settings: Settings, launcher: Launcher) -> int:
     quieten()
     prefer_huge_pages()
     set_up_allocators()
-    from longctx.launch.spawn import spawn
-    from longctx.settings.resolve import resolve
+    from longctx.settings.resolve import resolve_together
     from longctx.verify.setup import check_engine, few_layers, with_defaults
 
     try:
-        run = check_engine(resolve(with_defaults(settings, launcher), launcher, os.environ))
+        run = check_engine(resolve_together(with_defaults(settings, launcher), launcher, os.environ))
         run = few_layers(run, settings["num_layers"])
     except ValueError as error:
         return end_refused(error)
-    if run.must_spawn:
-        why = who_starts(run.dims.world_size, VERIFY.module, only_one_started=launcher.only_one_started)
-        print(f"longctx: {why}", flush=True)
-        return spawn(run.dims.world_size, list(settings.arguments), VERIFY.module)
-
     from longctx.run import finish
 
     try:
