@@ -157,6 +157,7 @@ CALLS = {
     "no table": (lambda: arrow_table([1]), "expected a datasets.Dataset or a pyarrow.Table, got list"),
     "no tokens": (lambda: token_columns(pa.table({"a": ["x"]}), ["a"]), "column 'a' is not a list of numbers"),
     "no host": (lambda: first_host(""), "names no host. Set MASTER_ADDR"),
+    "heads of ranks": (lambda: MemorySetup(model=MODEL, sp=3), "sp 3 with ring 1 leaves 3 Ulysses ranks for 4 heads"),
     "no limit": (lambda: reach(MemorySetup(model=MODEL), float("inf"), float("inf")), "limit no length"),
     "traced engine": (lambda: StepSettings(length=8, engine="zero3"), "DeepSpeed does not run on fake tensors"),
     "traced ranks": (lambda: StepSettings(length=8, engine="none", sp=2), "engine 'none' with 2 devices"),

@@ -31,17 +31,11 @@ ATTRIBUTES = {
     "_scaled_dot_product_efficient_attention_backward": ("torch.ops.aten", "its backward pass"),
     "_scaled_dot_product_flash_attention_for_cpu": ("torch.ops.aten", "the CPU's flash kernel"),
     "_scaled_dot_product_flash_attention_for_cpu_backward": ("torch.ops.aten", "its backward pass"),
-    "_c10d_functional": ("torch.ops", "traces tell waiting from computing"),
     # torch: autograd and tensors
     "_C": ("torch", "the two names below it"),
     "_autograd": ("torch._C", "saved-tensor hooks that are already set"),
     "_top_saved_tensors_default_hooks": ("torch._C._autograd", "the operator packs what it saves as others do"),
-    "_current_autograd_node": ("torch._C", "traces tell the backward pass of a layer"),
-    "_current_graph_task_id": ("torch._C", "traces tell a backward pass inside another"),
-    "_cdata": ("torch:UntypedStorage", "one key for all tensors of a storage"),
-    "_local_tensor": ("torch.distributed.tensor:DTensor", "traces count a rank's shard"),
     "_is_profiler_enabled": ("torch.autograd.profiler", "named regions cost nothing while nobody traces"),
-    "_pytree": ("torch.utils", "arguments are made fake wherever they lie"),
     "_version": ("torch:Tensor", "labels that were changed in place are counted anew"),
     # torch: modules and optimizers
     "_buffers": ("torch.nn:Module", "buffers that a model saves go to every rank"),
@@ -62,7 +56,6 @@ ATTRIBUTES = {
     "_indices": ("datasets:Dataset", "rows that are selected, without copying them"),
     "_resolve_features": ("datasets:IterableDataset", "columns of a stream before it is read"),
     # the standard library
-    "_asdict": ("collections:namedtuple", "documented"),
     "_current_frames": ("sys", "documented; where the main thread is"),
     "_exit": ("os", "documented; a rank that hangs is ended"),
     "_replace": ("collections:namedtuple", "documented"),
@@ -110,28 +103,15 @@ ROOM = {
     "deepspeed.utils.nvtx": {"enable_nvtx"},
     "deepspeed.utils.tensor_fragment": {"hp_fragment_address", "lp_fragment_address"},
     "deepspeed.utils.z3_leaf_module": {"_z3_leaf"},
-    "torch.autograd.graph:saved_tensors_hooks": {"pack_hook", "unpack_hook"},
     "torch.distributed.fsdp:FullyShardedDataParallel": {"_handle"},
     "torch.distributed.fsdp._flat_param:FlatParameter": {"_params", "_shapes", "_shard_param_infos"},
-    "trl.models.activation_offloading": {"_get_unique_tensor_key", "current_accelerator"},
-    "trl.models.activation_offloading:OffloadActivations": {
-        *("device_module", "fwd_stash", "param_storages", "s1", "tracker"),
-    },
 }
 """What longctx/upstream/ reads, replaces or sets, whose docstrings say why, by `module` or `module:Class`."""
 
 OF_ROOM = {name for names in ROOM.values() for name in names if name[0] == "_"}
 
-MODULES = {
-    "torch._guards",
-    "torch._subclasses.fake_tensor",
-    "torch.distributed._functional_collectives",
-    "torch.distributed.tensor._utils",
-    "torch.testing._internal.distributed.fake_pg",
-    "torch.utils._python_dispatch",
-    "torch.utils._pytree",
-}
-"""Private modules: all but distributed.tensor._utils, for the places of FSDP2's shards, are for traces."""
+MODULES = {"torch._subclasses.fake_tensor", "torch.distributed.tensor._utils"}
+"""Private modules: for steps on fake tensors, and for the places of FSDP2's shards."""
 
 OVERRIDDEN = {
     "longctx.training.checkpoint.hub:PushingMixin": {"_finish_current_push", "_push_from_checkpoint"},

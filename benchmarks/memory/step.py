@@ -30,8 +30,8 @@ from longctx.parallel import SequenceParallel, parallelize
 from longctx.sequence.batch import ShardedBatch
 from longctx.sequence.host_tensors import SavedOnHost, host_memory
 from longctx.upstream.transformers_internals import enable_checkpointing
-from longctx.upstream.trl_internals import offloading_on_cpu
 
+from .offloading import offloading_on_cpu
 from .trace import MemoryTrace, MemoryTracer
 
 

@@ -39,6 +39,8 @@ class Cost:
     optimizer. Hidden ones are left out."""
     disk: Mapping[str, float]
     """Bytes of what a run writes: the model, or the adapter, at its end, and each checkpoint."""
+    length: int
+    """Tokens of a row, padding included."""
     tokens: int
     """Tokens of a step, of all ranks."""
     world_size: int
@@ -140,6 +142,7 @@ def cost(
         host_moment=host_moment,
         seconds=_present(seconds),
         disk={"model": FP32 * trained, "checkpoint": 3 * FP32 * trained},
+        length=padded,
         tokens=padded * shape.rows * shape.dp * shape.micro_batches,
         world_size=shape.world_size,
         machine=machine,
@@ -165,6 +168,8 @@ def peaks_and_seconds(shape: RunShape, machine: Machine, length: int, documents:
         documents: lengths of its documents, `length` in all.
     """
     ranks, is_cpu = _ranks(shape, machine), machine.is_cpu
+    device: Any
+    host: Any
     device, host = (
         functools.reduce(np.maximum, (sum(sizes.values()) for sizes in moments.values()))
         for moments in (

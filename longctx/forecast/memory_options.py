@@ -241,8 +241,25 @@ def check_combinations(memory_options: MemoryOptions, shape: RunShape) -> None:
             f"--activation_checkpointing_kwargs sets {name}, and activation checkpointing is off. Add "
             "--activation_checkpointing True, or leave it out."
         )
+    if shape.unverified_with:
+        _check_unverified(memory_options, shape.unverified_with)
     _check_layers(memory_options, shape.model.num_layers)
     _check_offload(memory_options, shape)
+
+
+def _check_unverified(memory_options: MemoryOptions, flag: str) -> None:
+    """Raise ValueError for a memory option that is not verified together with a flag."""
+    acting = {
+        "tiled_mlp": memory_options.tiled_mlp_num_shards is not None,
+        "sequence_chunk_size": memory_options.sequence_chunk_size is not None,
+        "offload_param_device": memory_options.offload_param_device != NONE,
+    }
+    for name in (name for name, acts in acting.items() if acts):
+        by_preset = ", which --memory longest sets," if name in memory_options.set_by_preset else ""
+        raise ValueError(
+            f"--{name} {memory_options.settings()[name]}{by_preset} with {flag} is not verified against one process. "
+            "Leave out one of the two."
+        )
 
 
 def _check_layers(memory_options: MemoryOptions, num_layers: int) -> None:

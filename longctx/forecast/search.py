@@ -77,34 +77,20 @@ class Choice:
         return self.cost.level
 
     @property
-    def used(self) -> float:
-        """See `Cost.used`."""
-        return self.cost.used
-
-    @property
     def speed(self) -> float:
         """Tokens a second and device."""
         return self.cost.speed
 
-    @property
-    def host_bytes(self) -> float:
-        """Bytes of a node's host memory."""
-        return self.cost.host_bytes
 
-    @property
-    def num_options(self) -> int:
-        """Memory options that differ from the default."""
-        return _count(self.memory, self.asked)
-
-
-class _Candidate(NamedTuple):
-    """Memory options of a shape, and what is needed to compare them with others of the same shape."""
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    """Memory options of a shape, and what is needed to compare them with others."""
 
     memory: str
     asked: Mapping[str, Any]
     used: float
     speed: float
-    """Steps a second."""
+    """Tokens a second and device."""
     host_bytes: float
 
     @property
@@ -113,11 +99,8 @@ class _Candidate(NamedTuple):
 
     @property
     def num_options(self) -> int:
-        return _count(self.memory, self.asked)
-
-
-def _count(memory: str, asked: Mapping[str, Any]) -> int:
-    return len(asked) + (memory != "balanced")
+        """Memory options beside the default."""
+        return len(self.asked) + (self.memory != "balanced")
 
 
 def search(
@@ -139,21 +122,29 @@ def search(
         memory: a preset that all of them have, or auto for the best options of each.
         fixed: memory options that somebody asked for, by name; auto leaves them as they are.
     """
-    found, fixed = [], fixed or {}
-    for shape in shapes:
-        row = filled(documents or [length], shape.padded(length))
-        one = _Search(shape, machine, length, row, fixed)
-        candidates = [*one.candidates()] if memory == AUTO else [*one.single(memory, fixed)]
-        if candidates:
-            best = ranked(candidates)[0]
-            chosen = one.resolved(best.memory, best.asked)
-            taken = cost(chosen, machine, length, documents, counts_experts=counts_experts)
-            found.append(Choice(shape=chosen, cost=taken, memory=best.memory, asked=best.asked))
-    return ranked(found)
+    found: list[Choice] = []
+    searches = [
+        _Search(s, machine, length, filled(documents or [length], s.padded(length)), fixed or {}) for s in shapes
+    ]
+    pool = [
+        (one, candidate)
+        for one in searches
+        for candidate in (one.candidates() if memory == AUTO else one.single(memory, fixed or {}))
+    ]
+    chosen: set[int] = set()
+    for candidate in ranked([candidate for _, candidate in pool]):
+        one = next(of for of, other in pool if other is candidate)
+        if id(one) in chosen:
+            continue
+        chosen.add(id(one))
+        shape = one.resolved(candidate.memory, candidate.asked)
+        taken = cost(shape, machine, length, documents, counts_experts=counts_experts)
+        found.append(Choice(shape=shape, cost=taken, memory=candidate.memory, asked=candidate.asked))
+    return found
 
 
-def ranked(found: Sequence[Any]) -> list[Any]:
-    """Return choices, the best first.
+def ranked(found: Sequence[_Candidate]) -> list[_Candidate]:
+    """Return candidates, the best first.
 
     What leaves FREE_PART of the memory free comes first, then what fits, then what needs least. In the first two groups
     the fastest come first; of those within A_TIE of the fastest, the simplest.
@@ -199,6 +190,12 @@ class _Search:
             return found
         return replace(found, options=replace(options, overlap_exchange=self._overlaps))
 
+    @property
+    def _tokens(self) -> float:
+        """Tokens of an optimizer step for each device."""
+        shape = self.shape
+        return shape.padded(self.length) * shape.rows * shape.micro_batches * shape.dp / shape.world_size
+
     @functools.cached_property
     def _overlaps(self) -> bool:
         known = Documents(rows=[np.asarray(self.row)], source="the row")
@@ -208,7 +205,7 @@ class _Search:
         """Yield a preset with these options, if the shape supports them."""
         with suppress(ValueError):
             used, seconds, host = self._forecast(self.resolved(memory, asked))
-            yield _Candidate(memory, asked, float(used), 1 / float(seconds), float(host))
+            yield _Candidate(memory, asked, float(used), self._tokens / float(seconds), float(host))
 
     def candidates(self) -> Iterator[_Candidate]:
         """Yield options that may be the best, the simplest first."""
@@ -224,11 +221,11 @@ class _Search:
                 for one in self._by_layer(shape, asked, best):
                     yield one
                     if one.level == 0:
-                        best, has_room = min(best, 1 / one.speed), has_room or host is None
+                        best, has_room = min(best, self._tokens / one.speed), has_room or host is None
         yield from self.single("longest", self.fixed)
 
     def _by_layer(self, shape: RunShape, asked: Mapping[str, Any], best: float) -> Iterator[_Candidate]:
-        """Yield the fastest numbers of layers for memory options of the whole model; nothing if nothing fits.
+        """Yield the fastest numbers of layers for options of the whole model, or those that need least.
 
         Args:
             best: the least seconds so far of what leaves FREE_PART of the memory free.
@@ -242,7 +239,7 @@ class _Search:
         # With chunks, no layer is whole, and as many as can be are on the host.
         whole, offloaded = ((0,), values[:0:-1]) if is_chunked else (values, values)
         points = self._points(shape, _grid(whole, values, offloaded, layers))
-        if points and points[0].seconds <= WORTH_REFINING * best and not points[0].is_uniform:
+        if points[0].used <= 1 and points[0].seconds <= WORTH_REFINING * best and not points[0].is_uniform:
             near = [
                 tuple(n for n in range(count - step, count + step + 1) if 0 <= n <= layers)
                 for count in points[0].counts
@@ -251,31 +248,31 @@ class _Search:
                 near = [(0,), near[1], tuple(n for n in reversed(near[2]) if n > 0)]
             refined = self._points(shape, _grid(near[0], near[1], near[2], layers))
             points = [refined[0], *(one for one in points if one.is_uniform)]
-        mixed = points[0] if points else None
+        mixed = points[0]
         for point in points:
             is_worth_it = all(_is_faster(point, other) for other in points if other.is_uniform)
             if point.is_uniform or (point is mixed and is_worth_it):
                 kept = _options_of(shape, *point.counts)
-                yield _Candidate("balanced", {**asked, **kept}, point.used, 1 / point.seconds, point.host_bytes)
+                yield _Candidate(
+                    "balanced", {**asked, **kept}, point.used, self._tokens / point.seconds, point.host_bytes
+                )
 
     def _points(self, shape: RunShape, grid: Grid) -> list[_Point]:
-        """Return the best point of a grid, and the best of those at which all layers are equal; what fits alone."""
+        """Return the best point of a grid, and the best of those at which all layers are equal."""
         used, seconds, host = np.broadcast_arrays(*self._forecast(shape.with_layers(*grid.counts)))
-        order = np.lexsort((seconds, used > 1 - FREE_PART, used > 1))
+        order = np.lexsort((np.where(used > 1, used, seconds), used > 1 - FREE_PART, used > 1))
         equal = order[grid.is_uniform[order]]
         found = []
         for first in dict.fromkeys((*order[:1].tolist(), *equal[:1].tolist())):
-            if used[first] <= 1:
-                whole, selective, offloaded = (int(count[first]) for count in grid.counts)
-                found.append(
-                    _Point(
-                        (whole, selective, offloaded),
-                        float(seconds[first]),
-                        float(used[first]),
-                        float(host[first]),
-                        bool(grid.is_uniform[first]),
-                    )
+            found.append(
+                _Point(
+                    counts=tuple(int(count[first]) for count in grid.counts),
+                    seconds=float(seconds[first]),
+                    used=float(used[first]),
+                    host_bytes=float(host[first]),
+                    is_uniform=bool(grid.is_uniform[first]),
                 )
+            )
         return found
 
     def _forecast(self, shape: RunShape) -> tuple[Any, Any, Any]:
@@ -290,7 +287,7 @@ _UNIFORM = (
 
 
 class _Point(NamedTuple):
-    counts: tuple[int, int, int]
+    counts: tuple[int, ...]
     """Layers that are whole, selective and offloaded."""
     seconds: float
     used: float

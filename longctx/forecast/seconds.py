@@ -36,6 +36,9 @@ TRAFFIC = 2
 LAUNCHES_OF_A_LAYER = 800
 """Launches of empty kernels in the time in which the host goes through a layer, forward and backward. Steps of
 Qwen3-0.6B with 4,096 tokens on an H200, which waits for its host, take 710 to 920 (benchmarks/results/gpu_H200)."""
+OF_FSDP, OF_ZERO, OF_RING = 1.9, 3.3, 1.2
+"""How many times as long the host takes for a layer on FSDP and on DeepSpeed as on no engine, and in a ring as with
+Ulysses: its calls do not depend on the device (benchmarks/results/host_time_cpu_2026-11-27.md)."""
 
 
 def step_seconds(
@@ -63,7 +66,9 @@ def step_seconds(
     }
     computed = sum(parts.values())
     # A forward pass that is computed again is taken to be a third of both.
-    launched = shape.model.num_layers * LAUNCHES_OF_A_LAYER * speeds.launch_seconds
+    of_engine = OF_FSDP if shape.is_fsdp else 1.0 if shape.engine == "none" else OF_ZERO
+    launches = LAUNCHES_OF_A_LAYER * of_engine * (OF_RING if shape.ring > 1 else 1.0)
+    launched = shape.model.num_layers * launches * speeds.launch_seconds
     parts["launches"] = np.maximum(0.0, launched * (1 + _recomputed_share(shape) / 3) - computed)
     computed += parts["launches"]
     parts["weights"] = np.maximum(0.0, weights_seconds(shape, machine) - computed)

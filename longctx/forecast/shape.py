@@ -82,6 +82,8 @@ class RunShape:
     """Whether --torch_compile compiles decoder layers, which are then neither chunked nor tiled."""
     quantized_weight_bytes: float | None = None
     """Bytes of a 4-bit weight of a linear layer, its scale included. None without quantisation."""
+    unverified_with: str = ""
+    """The flag with which tiles, chunks and parameters on the host are not verified; empty if there is none."""
     flash3: bool = False
     """Whether attention's kernel is FlashAttention-3, which makes other fp32 sums."""
     stack: Stack = LONGCTX
@@ -121,6 +123,7 @@ class RunShape:
             fused_layers=compiled or (bool(settings.get("use_liger_kernel")) and fuses_layers(liger)),
             compiled=compiled,
             quantized_weight_bytes=_quantized_weight_bytes(settings),
+            unverified_with=_unverified_with(settings),
         )
 
     def with_options(self, memory: str, asked: Mapping[str, Any], length: int) -> RunShape:
@@ -275,6 +278,12 @@ class RunShape:
     def padded(self, length: int) -> int:
         """Return the tokens of a row once it is padded."""
         return -(-length // self.multiple) * self.multiple
+
+
+def _unverified_with(settings: Mapping[str, Any]) -> str:
+    if settings.get("load_in_4bit"):
+        return "--load_in_4bit True"
+    return "--lora_target_parameters" if settings.get("use_peft") and settings.get("lora_target_parameters") else ""
 
 
 def _quantized_weight_bytes(settings: Mapping[str, Any]) -> float | None:

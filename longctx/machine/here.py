@@ -35,6 +35,8 @@ class Machine:
     speeds: Speeds
     of_long_documents: Speeds | None = None
     """Speeds where a sequence is one long document, which another attention kernel computes."""
+    kernel: str = ""
+    """The name of the attention kernel in that table."""
     is_known: bool = True
     """Whether the speeds are those of this device; those of others only order what is compared."""
 
@@ -68,6 +70,7 @@ class Machine:
             device_bytes=device_bytes or TABLE.values("device_bytes").get(row or "", 0.0),
             host_bytes=host_bytes or HOST_BYTES_PER_DEVICE * per_node,
             speeds=Speeds.named(device, kernel),
+            kernel=kernel or next(iter(kernels), ""),
             of_long_documents=Speeds.named(device, CUDNN) if takes_cudnn else None,
             is_known=row is not None,
         )
@@ -94,7 +97,7 @@ class Machine:
 
         if self.of_long_documents is None or len(documents) != 1 or documents[0] < LONG_DOCUMENT:
             return self
-        return replace(self, speeds=self.of_long_documents, of_long_documents=None)
+        return replace(self, speeds=self.of_long_documents, of_long_documents=None, kernel=CUDNN)
 
 
 def devices_per_node(world_size: int, env: Mapping[str, str], visible: int) -> int:

@@ -62,7 +62,7 @@ def check_quantization(settings: Mapping[str, Any], model_config: PretrainedConf
     FSDP2 shards them as bytes, see `longctx.model.quantized`.
 
     Args:
-        settings: every flag of TRL's ModelConfig, and the memory options.
+        settings: every flag of TRL's ModelConfig.
 
     Raises:
         ValueError: for what is not verified against one process, with the remedy.
@@ -77,38 +77,14 @@ def check_quantization(settings: Mapping[str, Any], model_config: PretrainedConf
         raise ValueError(
             f"--load_in_4bit True on {engine} is not verified against one process. Use --engine fsdp2, or leave it out."
         )
-    for name in (
-        *("use_dora", "lora_modules_to_save", "lora_target_parameters", "tiled_mlp"),
-        *("sequence_chunk_size", "bnb_4bit_quant_storage"),
-    ):
+    for name in ("use_dora", "lora_modules_to_save", "lora_target_parameters", "bnb_4bit_quant_storage"):
         if settings.get(name) not in (None, False, [], "uint8"):
-            by_preset = ", which --memory longest sets," if settings.get("memory") == "longest" else ""
             raise ValueError(
-                f"--{name} {settings[name]}{by_preset} with --load_in_4bit True is not verified against one process. "
-                "Leave out one of the two."
+                f"--{name} {settings[name]} with --load_in_4bit True is not verified against one process. Leave out "
+                "one of the two."
             )
-    if settings["offload_param_device"] != "none":
-        raise ValueError(
-            f"--offload_param_device {settings['offload_param_device']} with --load_in_4bit True: 4-bit weights stay "
-            "on the GPU. Leave it out."
-        )
     if use_cpu:
         _check_blocks(model_config)
-
-
-def check_adapted_experts(settings: Mapping[str, Any]) -> None:
-    """Check that adapters of experts (--lora_target_parameters) run with the memory options of the run.
-
-    Raises:
-        ValueError: for a memory option that they are not verified with.
-    """
-    for name in ("tiled_mlp", "sequence_chunk_size", "offload_param_device"):
-        if settings[name] not in (None, False, "none"):
-            by_preset = ", which --memory longest sets," if settings["memory"] == "longest" else ""
-            raise ValueError(
-                f"--{name} {settings[name]}{by_preset} with --lora_target_parameters is not verified against one "
-                "process. Leave out one of the two."
-            )
 
 
 def quantization_of(settings: Mapping[str, Any]) -> BitsAndBytesConfig | None:

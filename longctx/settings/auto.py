@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from longctx.forecast.cost import FREE_PART
 from longctx.forecast.documents import assumed
@@ -105,19 +106,25 @@ def _possible(values: Settings, world_size: int, resolve: Resolve) -> tuple[list
 
 
 def _ranked(values: Settings, runs: Sequence[Run]) -> list[Choice]:
-    """Return the best memory options for each run, the best of all first."""
+    """Return the best memory options for each run, the best of all first.
+
+    Plain options come last, for where nothing fits, since a run may not offload more than the host has.
+    """
     if not runs:
         return []
     first, length = runs[0], runs[0].settings["max_length"]
-    return search(
+    row = assumed(length, packed=first.settings["packing"])
+    found = partial(
+        search,
         [run.shape for run in runs],
         first.machine,
         length,
-        assumed(length, packed=first.settings["packing"]),
-        memory=values["memory"],
+        row,
         fixed=first.asked_memory_options,
         counts_experts=first.counts_experts,
     )
+    presets = [AUTO, "balanced"] if values["memory"] == AUTO else [values["memory"]]
+    return [one for memory in presets for one in found(memory=memory)]
 
 
 def _with(values: Settings, choice: Choice) -> Settings:

@@ -124,17 +124,22 @@ def clipping(value: float | None, engine: str) -> float:
     return value or (0.0 if engine == "deepspeed" else math.inf)
 
 
-def choose(wanted: str, setup: Setup, values: Settings, memory_options: Mapping[str, Any]) -> tuple[str, BackendChoice]:
+def choose(
+    wanted: str, setup: Setup, values: Settings, memory_options: Mapping[str, Any], *, packed: bool
+) -> tuple[str, BackendChoice]:
     """Return the wanted backend's name, and the choice before the data is known.
 
     With a sequence-chunked step, `auto` wants the backend that has least of it on the device.
+
+    Args:
+        packed: whether rows of several documents are assumed.
     """
 
     def choice(name: str) -> BackendChoice:
         return choose_backend(
             name,
             setup,
-            assumed_documents(row_length(values), packed=values["packing"]),
+            assumed_documents(row_length(values), packed=packed),
             ring_size=values["ring_size"],
             pad_to_multiple_of=given_multiple(values),
         )

@@ -5,7 +5,7 @@ Nothing here starts a process, opens data or reads weights, so a bad combination
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Setup
 from longctx.data import STDLIB
 from longctx.data.kinds import PAIRS
@@ -23,13 +24,14 @@ from longctx.launch.store import share_decision
 from longctx.layers.compiled import check_compile
 from longctx.layers.liger import check_liger_machine, liger_parts
 from longctx.machine.here import Machine, devices_per_node
-from longctx.model.adapter import check_adapted_experts, check_adapter, check_quantization
+from longctx.model.adapter import check_adapter, check_quantization
+from longctx.model.allow_list import num_heads
 from longctx.model.tiny import TINY
 from longctx.ranks import is_first_rank
 from longctx.ranks.agreement import RefusedOnAllRanks
 from longctx.settings.auto import choose_layout, one_group, with_forecast
 from longctx.settings.engine import choose, choose_engine, clipping, kernel_notes, precision_notes
-from longctx.settings.launcher import Launcher
+from longctx.settings.launcher import Launcher, read_profile
 from longctx.settings.machine_checks import (
     LIGER_VERSIONS,
     PEFT_VERSIONS,
@@ -106,11 +108,9 @@ def _resolved(
     gpus: int,
     decided: Mapping[str, Any] | None,
 ) -> Run:
-    if settings.method.reads_pairs:
-        settings = settings.decided(dataset_text_field=PAIRS, padding_free=True)
     if decided is not None:
         settings = settings.decided(output_dir=decided["output_dir"]).with_("auto", **decided["chosen"])
-    settings, model_config = configure_model(_take_output(settings, env))
+    settings, model_config = configure_model(_take_output(_of_method(settings), env))
     check_layer_classes(launcher.layer_classes, model_config)
     arranged = partial(_arranged, model_config=model_config, launcher=launcher, env=env, machine=machine, gpus=gpus)
     if decided is not None:
@@ -128,6 +128,68 @@ def _resolved(
     return with_forecast(run, settings, arranged)
 
 
+def spreads(settings: Settings, machine: Machine, world_size: int) -> list[Run]:
+    """Return a run for every way to spread it over the devices of a machine that is described, and not at hand.
+
+    A sequence is shared by a part of a node or by whole nodes. Beyond a node, a hybrid only has the widest exchange
+    that stays in one. On one device, DeepSpeed is another way, which keeps states on the host. --sp, --sp_backend,
+    --ring_size and --engine that were asked for are kept.
+
+    Raises:
+        ValueError: if there is none, as `resolve`.
+    """
+    launcher = read_profile({})
+    if world_size > 1:
+        launcher = replace(launcher, world_size=world_size, local_world_size=machine.per_node)
+    env = {"LOCAL_WORLD_SIZE": str(machine.per_node)}
+    settings, model_config = configure_model(_of_method(fill(settings, launcher)))
+    runs, obstacles = [], []
+    for flags in _ways(settings, num_heads(model_config)[0], machine.per_node, world_size):
+        try:
+            runs.append(
+                _arranged(
+                    settings.with_("auto", **flags),
+                    model_config=model_config,
+                    launcher=launcher,
+                    env=env,
+                    machine=machine,
+                    gpus=machine.per_node,
+                    is_here=False,
+                )
+            )
+        except ValueError as error:
+            obstacles.append(error)
+    if not runs:
+        raise obstacles[0]
+    return runs
+
+
+def _ways(settings: Settings, heads: int, per_node: int, world_size: int) -> Iterator[dict[str, Any]]:
+    """Yield the flags of each way of `spreads`."""
+    asked = {name: settings[name] for name in ("sp", "sp_backend", "ring_size") if settings.is_set(name)}
+    asked = {name: value for name, value in asked.items() if value not in (AUTO, ALL, None)}
+    memory = "balanced" if settings["memory"] in (None, AUTO) else settings["memory"]
+    for sp in (n for n in range(1, world_size + 1) if world_size % n == 0 and (per_node % n == 0 or n % per_node == 0)):
+        ways: list[dict[str, Any]] = [{"sp_backend": AUTO, "ring_size": None}] if sp == 1 else []
+        for name, backend in BACKENDS.spread.items() if sp > 1 else ():
+            of = [one for one in backend.arrangements(sp) if heads % one.ulysses == 0]
+            if sp > per_node and backend.has_ring_size:
+                of = [one for one in of if one.ulysses <= per_node][:1]
+            ways += [{"sp_backend": name, "ring_size": one.ring if backend.has_ring_size else None} for one in of]
+        if world_size == 1 and not settings.is_set("engine"):
+            ways.append({**ways[0], "engine": "deepspeed"})
+        for way in ways:
+            if sp == asked.get("sp", sp) and all(way[name] == asked[name] for name in way.keys() & asked.keys()):
+                yield {"sp": sp, "memory": memory, **way}
+
+
+def _of_method(settings: Settings) -> Settings:
+    """Return the settings with what the method's records need."""
+    if not settings.method.reads_pairs:
+        return settings
+    return settings.decided(dataset_text_field=PAIRS, padding_free=True)
+
+
 def _memory_by_default(settings: Settings, world_size: int, machine: Machine) -> str:
     """Return auto on one GPU whose speeds are known, unless a flag chooses memory options itself; else balanced."""
     is_known = not settings["use_cpu"] and not machine.is_cpu and machine.is_known
@@ -142,8 +204,13 @@ def _arranged(
     env: Mapping[str, str],
     machine: Machine,
     gpus: int,
+    is_here: bool = True,
 ) -> Run:
-    """Return the run for values of --sp and --memory that are not auto, without a forecast."""
+    """Return the run for values of --sp and --memory that are not auto, without a forecast.
+
+    Args:
+        is_here: whether it is for this machine, which is looked at then.
+    """
     asked = settings
     settings, processes = count_processes(settings, launcher, gpus)
     use_cpu = processes.use_cpu
@@ -153,7 +220,9 @@ def _arranged(
 
     setup = _attention_setup(settings, model_config, processes, env, machine, gpus)
     memory_options = asked_memory_options(settings)
-    wanted_backend, backend = choose(processes.wanted_backend, setup, settings, memory_options)
+    wanted_backend, backend = choose(
+        processes.wanted_backend, setup, settings, memory_options, packed=settings["packing"] and is_here
+    )
     dims = arrange(processes.world_size, backend, processes.dp_replicate)
     check_dp_shard(launcher, dims)
     settings = accumulate(settings, dims)
@@ -164,9 +233,10 @@ def _arranged(
     )
     engine = choose_engine(settings, launcher, backend, dims, use_cpu=use_cpu)
     if settings["use_peft"]:
-        check_versions(PEFT_VERSIONS, "--use_peft")
+        if is_here:
+            check_versions(PEFT_VERSIONS, "--use_peft")
         check_adapter(settings, model_config, engine.name)
-    settings = _take_liger(settings, model_config, sp=dims.sp, use_cpu=use_cpu)
+    settings = _take_liger(settings, model_config, sp=dims.sp, use_cpu=use_cpu, is_here=is_here)
     if settings["torch_compile"]:
         check_compile(settings, engine.name, model_config)
     settings = settings.note(*kernel_notes(settings["attn_implementation"], use_cpu=use_cpu))
@@ -196,12 +266,12 @@ def _arranged(
         notes=settings.notes,
     )
     run = run.with_memory_options().with_prompts()
-    if settings["use_peft"] and settings["lora_target_parameters"]:
-        check_adapted_experts(run.settings)
     if settings["load_in_4bit"]:
-        check_versions(QLORA_VERSIONS, "--load_in_4bit")
+        if is_here:
+            check_versions(QLORA_VERSIONS, "--load_in_4bit")
         check_quantization(run.settings, model_config, engine.name, use_cpu)
-    check_machine(run, env)
+    if is_here:
+        check_machine(run, env)
     return run
 
 
@@ -252,7 +322,7 @@ def _attention_setup(
     )
 
 
-def _take_liger(values: Settings, model_config: PretrainedConfig, *, sp: int, use_cpu: bool) -> Settings:
+def _take_liger(values: Settings, model_config: PretrainedConfig, *, sp: int, use_cpu: bool, is_here: bool) -> Settings:
     """Return values whose `liger_kernel_config` names the parts that Liger computes.
 
     Where nobody asked, Liger computes on GPUs what it is verified for, unless layers are compiled, or are so small that
@@ -266,7 +336,7 @@ def _take_liger(values: Settings, model_config: PretrainedConfig, *, sp: int, us
     off = values.decided(use_liger_kernel=False)
     is_asked = bool(values["use_liger_kernel"] or values["liger_kernel_config"])
     tokens = values["per_device_train_batch_size"] * values["max_length"] // sp
-    is_small = tokens * model_config.get_text_config().hidden_size < LIGER_ELEMENTS
+    is_small = is_here and tokens * model_config.get_text_config().hidden_size < LIGER_ELEMENTS
     if not is_asked and (use_cpu or values["torch_compile"] or is_small):
         return off
     try:
@@ -276,8 +346,9 @@ def _take_liger(values: Settings, model_config: PretrainedConfig, *, sp: int, us
             raise
         return off
     try:
-        check_versions(LIGER_VERSIONS, "--use_liger_kernel")
-        if not values["prepare_only"]:
+        if is_here:
+            check_versions(LIGER_VERSIONS, "--use_liger_kernel")
+        if is_here and not values["prepare_only"]:
             check_liger_machine(use_cpu)
     except ValueError as error:
         if is_asked:

@@ -185,14 +185,13 @@ def step_settings(setup: MemorySetup, tokens: int) -> StepSettings:
     offloaded = setup.num_offloaded if setup.sequence_chunk_size is None else setup.offloaded_layers
     names = ("whole_layers", "tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size")
     layers = {"selective_checkpointing": int(setup.num_selective), "offloaded_layers": offloaded}
-    ring = {"ring_size": setup.ring} if setup.ring > 1 else {}
     return StepSettings(
         length=tokens * setup.sp,
         sp=setup.sp,
         sp_backend=setup.backend,
         activation_checkpointing={},
         saved_on_host=setup.activation_offloading,
-        memory_options={name: getattr(setup, name) for name in names} | layers | ring,
+        memory_options={name: getattr(setup, name) for name in names} | layers,
     )
 
 

@@ -18,19 +18,18 @@ import torch
 from transformers import PretrainedConfig
 
 from benchmarks import closed_form, step_time
+from benchmarks.closed_form import traced_settings, traced_shape
 from benchmarks.memory.step import StepSettings, trace_training_step
 from benchmarks.published import HELD_BACK, PUBLISHED
 from longctx.attention.choice import Documents, choose_backend
 from longctx.attention.cost import Arrangement, Setup
 from longctx.attention.modelled import plan_time
-from longctx.forecast import candidates as planner
-from longctx.forecast.closed_form import predict
+from longctx.forecast.cost import cost
 from longctx.forecast.documents import RowLengths, drawn_from, one_document, one_pair
-from longctx.forecast.hardware import Hardware
-from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.forecast.step_time import Speeds
+from longctx.machine.here import Machine as Node
 from longctx.report.memory_advice import out_of_memory_explained
+from longctx.report.plan_text import Plan, flags_of
 from longctx.ring.planner import plan_ring
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
@@ -38,9 +37,6 @@ from longctx.settings.resolve import resolve
 from tests.golden.digests import digest
 
 GIB = 2**30
-PRESETS = ("balanced", "longest", "fastest", "auto")
-FIELDS = ("device", "host", "seconds", "used")
-"""What an arrangement takes with each of PRESETS, in this order. The flags that auto chose follow."""
 FILLS: dict[str, RowLengths] = {
     "one document": one_document,
     "a pair": one_pair,
@@ -55,65 +51,37 @@ class Machine(NamedTuple):
     gpus: int
     gpu: str
     host_gib: int
-    kernel: str = "flash-attn 2"
+    kernel: str | None = None
+
+    @property
+    def node(self) -> Node:
+        """The machine as the cost model knows it."""
+        return Node.of(self.gpu, min(self.gpus, 8), self.kernel, host_bytes=self.host_gib * GIB)
 
 
-class Plan(NamedTuple):
-    """How far every arrangement reaches, what it takes, and what is recommended."""
-
-    reach: dict[str, Any]
-    takes: dict[int, dict[str, list[Any]]]
-    """By length."""
-    recommended: dict[int, dict[str, Any] | None]
-    """By length; None where nothing fits."""
-
-
-def plan(
-    config: PretrainedConfig, machine: Machine, lengths: Sequence[int], fill: str, settings: Mapping[str, Any]
-) -> Plan:
-    """Plan as `longctx plan` does, without traces of the model."""
-    room = planner.Machine(
-        gpus=machine.gpus,
-        gpus_per_node=8,
-        device=machine.gpu,
-        device_bytes=planner.DEVICE_BYTES[machine.gpu],
-        host_bytes=machine.host_gib * GIB,
-        kernel=machine.kernel,
-        speeds=Speeds.of(machine.gpu, machine.kernel),
-    )
-    is_fused = settings.keys() & {"load_in_4bit", "torch_compile"}  # which refuse what the other presets set
-    presets = ("balanced", "auto") if is_fused else PRESETS
-    found = planner.candidates(config, room, presets=presets, settings=dict(settings))
-    result = Plan({}, {}, {})
-    for one in found:
-        reached = result.reach.setdefault(str(one), {})
-        reached[one.memory] = {"tokens": one.max_length, "full": one.binds, "engine": one.engine}
-    for length in lengths:
-        outlooks = [planner.outlook(candidate, room, length, FILLS[fill]) for candidate in found]
-        result.takes[length] = takes = {str(one): [None] * (len(PRESETS) * len(FIELDS) + 1) for one in found}
-        for one in outlooks:
-            row, first = takes[str(one.candidate)], len(FIELDS) * PRESETS.index(one.candidate.memory)
-            seconds = None if one.time is None else one.time.seconds
-            row[first : first + len(FIELDS)] = one.memory.device_bytes, one.memory.host_bytes, seconds, one.used
-            if one.candidate.memory == "auto":
-                row[-1] = " ".join(one.candidate.flags())
-        result.recommended[length] = _recommended(outlooks)
-    return result
-
-
-def _recommended(outlooks: list[planner.Outlook]) -> dict[str, Any] | None:
-    best, second = planner.recommend(outlooks), planner.next_best(outlooks)
-    if best is None or best.time is None:
-        return None
+def plan(folder: str, machine: Machine, lengths: Sequence[int], fill: str, flags: Sequence[str]) -> dict[str, Any]:
+    """Plan as `longctx plan` does, for a model in a folder."""
+    settings = parse_flags(["--model_name_or_path", folder, *flags])
+    found = Plan.of(settings, machine.node, machine.gpus, lengths=lengths, documents=FILLS[fill])
+    reaches = {
+        name: {"plain": plain and plain.length, "tokens": farthest.length, "full": farthest.binds}
+        for name, (plain, farthest) in found.reaches.items()
+    }
+    best = {length: choices[0] for length, choices in found.choices.items()}
     return {
-        "flags": " ".join(best.candidate.flags()),
-        "moment": best.memory.moment,
-        "device": dict(best.memory.device),
-        "host": dict(best.memory.host),
-        "seconds": dict(best.time.parts),
-        "speed": best.speed,
-        "next": second and {"flags": " ".join(second.candidate.flags()), "speed": second.speed},
-        "text": planner.why(best, outlooks),
+        "longest": reaches,
+        **{
+            f"{length:,} tokens": {
+                "flags": flags_of(one),
+                "moment": one.cost.moment,
+                "device": dict(one.cost.device),
+                "host": dict(one.cost.host),
+                "seconds": dict(one.cost.seconds),
+                "speed": one.cost.speed,
+                "used": one.cost.used,
+            }
+            for length, one in best.items()
+        },
     }
 
 
@@ -135,7 +103,7 @@ def backend(
         before: rows that it was chosen for before.
         options: of `choose_backend`.
     """
-    setup = Setup.of_model(config, sp, element_size=2, device_name=device, devices_per_node=per_node)
+    setup = Setup.of_model(config, sp, element_size=2, machine=Node.of(device, per_node))
     setup = replace(setup, heads_k_stride=heads_k_stride)
     earlier = before and choose_backend(name, setup, _documents(before))
     choice = choose_backend(name, setup, _documents(rows), before=earlier, **options)
@@ -155,7 +123,7 @@ def _documents(rows: Sequence[Sequence[int]]) -> Documents:
 
 def ring_plan(config: PretrainedConfig, ranks: int, documents: Sequence[int]) -> dict[str, Any]:
     """Plan a ring of H100s as training does, by the modelled seconds of a layer."""
-    setup = Setup.of_model(config, ranks, element_size=2, device_name="H100", devices_per_node=8)
+    setup = Setup.of_model(config, ranks, element_size=2, machine=Node.of("H100", 8))
     time_of = partial(plan_time, setup, Arrangement(name="ring", ring=ranks, ulysses=1))
     found = plan_ring(np.concatenate(([0], np.cumsum(documents))), ranks, time_of=time_of)
     numbers = {"tokens_sent": found.kv_tokens_sent, "most_pairs": int(found.area_per_rank.max())}
@@ -168,12 +136,12 @@ def published() -> Iterator[tuple[str, dict[str, Any]]]:
         for row in closed_form.compared(path):
             of = row.published
             if of.peak_gib or of.device_gib:
-                peak = predict(row.setup, of.length)
+                peak = cost(row.shape, row.machine, of.length)
                 yield f"{_name(row)}, bytes", {"device": dict(peak.device), "host": dict(peak.host)}
             else:
                 yield f"{_name(row)}, longest", {"tokens": row.reach().length, "full": row.binds()}
         for row in step_time.timed(path):
-            yield f"{_name(row)}, seconds", {"seconds": dict(step_time.modelled(row).parts)}
+            yield f"{_name(row)}, seconds", {"seconds": step_time.modelled(row)}
 
 
 def _name(row: closed_form.Row) -> str:
@@ -183,23 +151,17 @@ def _name(row: closed_form.Row) -> str:
 
 def traced(config: PretrainedConfig, tokens: int, changes: Mapping[str, Any], *, pairs: bool = False) -> dict[str, Any]:
     """Trace a training step of `tokens` tokens a rank on fake tensors, and predict its bytes."""
-    setup = MemorySetup(model=ModelSizes.of_config(config), engine="fsdp2" if "sp" in changes else "none", **changes)
-    setup = replace(setup, world_size=setup.sp, selective_checkpointing=setup.ring > 1)
-    length = tokens * setup.sp
-    options = {name: changes[name] for name in (*closed_form.MEMORY_OPTIONS, "overlap_exchange") if name in changes}
+    shape = traced_shape(ModelSizes.of_config(config), changes)
+    length = tokens * shape.sp
     settings = StepSettings(
         length=length,
         document_lengths=one_pair(length) if pairs else one_document(length),
-        sp=setup.sp,
-        engine=setup.engine,
-        sp_backend=setup.backend,
-        activation_checkpointing={"offload": setup.activation_offloading} if setup.gradient_checkpointing else None,
-        memory_options=options | ({"ring_size": setup.ring} if setup.backend == "hybrid" else {}),
+        **traced_settings(shape),
     )
     threads = torch.get_num_threads()
     trace = trace_training_step(config, settings, loss_of=closed_form.loss_of_pairs if pairs else None)
     torch.set_num_threads(threads)
-    peak = predict(setup, length)
+    peak = cost(shape, Node.of("H100", 8), length)
     return {
         "traced": {"allocated": trace.peak_bytes, "on the host": trace.host_peak_bytes},
         "device": peak.allocated_bytes,
@@ -217,21 +179,20 @@ LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 @contextlib.contextmanager
 def found(machine: Machine, env: Mapping[str, str]) -> Iterator[None]:
     """Let a run find these devices, as much host memory and this launch, instead of those of the machine at hand."""
-    gpus, gpu, host = machine.gpus, machine.gpu, machine.host_gib * GIB
-    device_bytes = int(DEVICE_GIB[gpu] * GIB)
-    hardware = Hardware(gpus=gpus, gpu_name=NAMES.get(gpu, gpu), gpu_bytes=device_bytes, host_bytes=host)
+    host, total = machine.host_gib * GIB, int(DEVICE_GIB[machine.gpu] * GIB)
+    here = Node.of(NAMES.get(machine.gpu, machine.gpu), max(machine.gpus, 1), device_bytes=total, host_bytes=host)
     with pytest.MonkeyPatch.context() as patch:
         for name in LAUNCH:
             patch.delenv(name, raising=False)
         for name, value in env.items():
             patch.setenv(name, value)
-        patch.setattr("longctx.settings.resolve.device_count", lambda: gpus)
-        patch.setattr(Hardware, "here", lambda gpus: hardware)
+        patch.setattr("longctx.settings.resolve.device_count", lambda: machine.gpus)
+        patch.setattr(Node, "here", lambda gpus: here)
         for module in ("longctx.settings.machine_checks", "longctx.report.memory_advice"):
             patch.setattr(f"{module}.available_host_memory", lambda: host)
         patch.setattr("longctx.report.memory_advice.address_room", lambda: float("inf"))
-        total = SimpleNamespace(total_memory=device_bytes)
-        patch.setattr(torch.cuda, "get_device_properties", lambda *_: total)
+        device = SimpleNamespace(total_memory=total)
+        patch.setattr(torch.cuda, "get_device_properties", lambda *_: device)
         yield
 
 
@@ -243,8 +204,8 @@ def run(flags: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
     values |= {"flags": [choice, f"{of.backend.arrangement} on {of.engine}", of.memory_options.describe()]}
     step = of.forecast
     assert step is not None, "a model can be made of these configurations"
-    values |= {"device": dict(step.memory.device), "host": dict(step.memory.host), "used": step.used}
-    return values | {"seconds": step.seconds, "speed": step.tokens_per_second_per_device}
+    values |= {"device": dict(step.device), "host": dict(step.host), "used": step.used}
+    return values | {"seconds": step.step_seconds, "speed": step.known_speed}
 
 
 def advice(flags: Sequence[str], env: Mapping[str, str]) -> list[str]:

@@ -12,7 +12,7 @@ import io
 import random
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from transformers import Gemma3TextConfig, PretrainedConfig, Qwen2Config, Qwen3_5TextConfig
@@ -20,7 +20,7 @@ from transformers import Gemma3TextConfig, PretrainedConfig, Qwen2Config, Qwen3_
 from benchmarks.closed_form import TILES, TRACED, VOCABULARY
 from benchmarks.published import CONFIGS
 from tests.golden import cost_model
-from tests.golden.cost_model import FIELDS, PRESETS, Machine
+from tests.golden.cost_model import Machine
 
 TOLERANCES = {
     "bytes": 1e-9,
@@ -42,11 +42,8 @@ TOLERANCES = {
 - text: numbers in texts for people.
 """
 
-COLUMNS = (*(f"{preset} {field}" for preset in PRESETS for field in FIELDS), "auto flags")
-"""What an arrangement's list has at a length, without presets that it refuses; no seconds where it does not fit."""
-
 KINDS = {"device": "bytes", "host": "bytes", "used": "share", "waiting": "seconds", "modelled": "seconds"}
-KINDS |= {"tokens": "length"} | {kind: kind for kind in TOLERANCES}
+KINDS |= {"tokens": "length", "plain": "length"} | {kind: kind for kind in TOLERANCES}
 """The kind of a value by the nearest key around it; others are exact."""
 
 PARTS = ("device", "host", "seconds")
@@ -82,17 +79,17 @@ PLANNED = (SMALL, MIDDLE, LARGE, "Qwen3-30B-A3B", "gemma-3-12b")
 H100S, A100S = Machine(8, "H100", 1770), Machine(4, "A100", 885)
 CARDS, NODES = Machine(2, "RTX 4090", 128), Machine(32, "H100", 1770)
 LENGTHS = (8192, 131072, 1048576)
-LORA = {"use_peft": True, "lora_r": 16}
-OTHER_PLANS: dict[str, tuple[str, Machine, str, dict[str, Any]]] = {
-    "flash-attn 3": (MIDDLE, H100S._replace(kernel="flash-attn 3"), "one document", {}),
-    "packed": (MIDDLE, H100S, "documents", {}),
-    "pairs": (MIDDLE, H100S, "a pair", {}),
+LORA = ["--use_peft", "True", "--lora_r", "16"]
+OTHER_PLANS: dict[str, tuple[str, Machine, str, list[str]]] = {
+    "flash-attn 3": (MIDDLE, H100S._replace(kernel="flash-attn 3"), "one document", []),
+    "packed": (MIDDLE, H100S, "documents", []),
+    "pairs": (MIDDLE, H100S, "a pair", []),
     "LoRA": (MIDDLE, A100S, "one document", LORA),
-    "4 bits": (MIDDLE, CARDS, "one document", {**LORA, "load_in_4bit": True, "dtype": "bfloat16"}),
-    "Liger": (MIDDLE, H100S, "one document", {"use_liger_kernel": True, "liger_kernel_config": {"rms_norm": True}}),
-    "compiled": (MIDDLE, H100S, "one document", {"torch_compile": True}),
-    "recurrent": ("small Qwen3.5", A100S, "documents", {}),
-    "one GPU": (SMALL, Machine(1, "H100", 221), "one document", {}),
+    "4 bits": (MIDDLE, CARDS, "one document", [*LORA, "--load_in_4bit", "True", "--dtype", "bfloat16"]),
+    "no Liger": (MIDDLE, H100S, "one document", ["--use_liger_kernel", "False"]),
+    "compiled": (MIDDLE, H100S, "one document", ["--torch_compile", "True"]),
+    "recurrent": ("small Qwen3.5", A100S, "documents", []),
+    "one GPU": (SMALL, Machine(1, "H100", 221), "one document", []),
 }
 """Plans that differ from the others in what is named."""
 QUICK_PLANS = ((MIDDLE, H100S), ("gemma-3-12b", CARDS))
@@ -120,7 +117,7 @@ def _rounded(value: Any) -> Any:
 def _plans(quick: bool) -> Iterator[tuple[str, Any]]:
     every = [(model, machine) for model in PLANNED for machine in (H100S, NODES, A100S, CARDS)]
     for model, machine in QUICK_PLANS if quick else every:
-        yield from _plan(f"{model} on {machine.gpus} {machine.gpu}", model, machine, "one document", {})
+        yield from _plan(f"{model} on {machine.gpus} {machine.gpu}", model, machine, "one document", [])
 
 
 def _other_plans(quick: bool) -> Iterator[tuple[str, Any]]:
@@ -128,12 +125,11 @@ def _other_plans(quick: bool) -> Iterator[tuple[str, Any]]:
         yield from _plan(f"{model}, {name}", model, *case)
 
 
-def _plan(name: str, model: str, machine: Machine, fill: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    plan = cost_model.plan(MODELS[model], machine, LENGTHS, fill, {"model_name_or_path": model, **settings})
-    yield f"plan: {name}, longest", plan.reach
-    for length in LENGTHS:
-        yield f"plan: {name}, {length:,} tokens", plan.takes[length]
-        yield f"plan: {name}, {length:,} tokens, recommended", plan.recommended[length]
+def _plan(name: str, model: str, machine: Machine, fill: str, flags: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        MODELS[model].save_pretrained(model)
+        for what, values in cost_model.plan(model, machine, LENGTHS, fill, flags).items():
+            yield f"plan: {name}, {what}", values
 
 
 def _printed_plans(quick: bool) -> Iterator[tuple[str, Any]]:
@@ -275,10 +271,10 @@ def _traces(quick: bool) -> Iterator[tuple[str, Any]]:
     for name, changes in {
         "ulysses": {"sp": 8},
         "ring": {"sp": 8, "ring": 8},
-        "gather": {"sp": 8, "ring": 8, "sp_backend": "gather"},
+        "gather": {"sp": 8, "ring": 8, "backend": "gather"},
         "checkpoints on the host": {"sp": 8, "activation_offloading": True},
         "exchange beside attention": {"sp": 8, "overlap_exchange": True},
-        "no checkpoints": {"sp": 8, "gradient_checkpointing": False},
+        "no checkpoints": {"sp": 8, "activation_checkpointing": False},
     }.items():
         yield f"trace: narrow MLP, {name}", cost_model.traced(narrow, 32768, changes)
 
@@ -319,8 +315,7 @@ def _differences(recorded: Any, now: Any, path: str = "", kind: str = "", whole:
                 recorded.get(key), now.get(key), f"{path} > {key}".removeprefix(" > "), of_key, whole
             )
     elif isinstance(recorded, list) and isinstance(now, list) and len(recorded) == len(now):
-        name_all = _columns if len(now) == len(COLUMNS) and not kind else _lines
-        yield from _differences(name_all(recorded), name_all(now), path, kind)
+        yield from _differences(_lines(recorded), _lines(now), path, kind)
     elif isinstance(recorded, list) and isinstance(now, list):
         alone = ([value for value in one if value not in other] for one, other in ((recorded, now), (now, recorded)))
         yield float("inf"), f"{path}: " + " -> ".join(map(str, alone))
@@ -331,14 +326,6 @@ def _differences(recorded: Any, now: Any, path: str = "", kind: str = "", whole:
             yield apart, f"{path}: {recorded:.12g} -> {now:.12g} (relative difference {apart:.2g}{of})"
     elif recorded != now and not (kind == "text" and _same_words(recorded, now)):
         yield float("inf"), f"{path}: {recorded!r} -> {now!r}"
-
-
-def _columns(row: list[Any]) -> dict[str, Any]:
-    named: dict[str, Any] = {}
-    for column, value in zip(COLUMNS, row, strict=True):
-        preset, field = column.split()
-        named.setdefault(preset, {})[field] = value
-    return named
 
 
 def _lines(values: list[Any]) -> dict[str, Any]:

@@ -65,6 +65,7 @@ def _place() -> Iterator[Callable[[Case], Any]]:
     Adapter: all that this module knows of the inside of longctx.
     """
     from longctx.forecast.hardware import Hardware
+
     from longctx.settings.launcher import read_profile
     from longctx.settings.read import parse_flags
     from longctx.settings.resolve import resolve

@@ -1,4 +1,4 @@
-"""What longctx replaces in TRL: its offloading of activations."""
+"""TRL's offloading of activations, traced on a machine without a GPU."""
 
 from __future__ import annotations
 
