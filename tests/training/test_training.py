@@ -21,7 +21,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longctx.attention.backends import BACKENDS
-from longctx.attention.cost import Setup, device_named
+from longctx.attention.cost import Setup
+from longctx.machine.here import Machine
 from longctx.settings.flags import SFT
 from tests.reference import train_reference
 from tests.small_model import HEADS
@@ -106,8 +107,7 @@ def takes(backend, sp, num_heads, num_key_value_heads):
         num_key_value_heads=num_key_value_heads,
         head_size=16,
         element_size=4,
-        device=device_named("CPU"),
-        devices_per_node=sp,
+        machine=Machine.of("CPU", sp),
     )
     try:
         BACKENDS[backend].arrange(setup, None)
