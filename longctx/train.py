@@ -87,7 +87,7 @@ def start(
     module = settings.method.module
     say(f"longctx: {who_starts(count, module, only_one_started=launcher.only_one_started)}")
     sys.stdout.flush()
-    return spawn(count, list(settings.arguments), module, how_to_resume)
+    return spawn(count, list(settings.arguments), module, how_to_resume=how_to_resume)
 
 
 def how_to_resume(output_dir: str) -> str:

@@ -96,7 +96,7 @@ def spawn(
         before = {number: signal.signal(number, pass_on) for number in handled}
         try:
             while len(ranks) < num_processes and not asked:
-                env = _environment(len(ranks), num_processes, folder)
+                env = environment_of(len(ranks), num_processes, folder)
                 command = [sys.executable, "-u", "-m", module, *arguments]
                 ranks.append(subprocess.Popen(command, env=env, start_new_session=True))
             while not any(codes := [rank.poll() for rank in ranks]) and None in codes:
@@ -116,7 +116,7 @@ def _is_nohup(number: int) -> bool:
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
-def _environment(rank: int, num_processes: int, folder: Path) -> dict[str, str]:
+def environment_of(rank: int, num_processes: int, folder: Path) -> dict[str, str]:
     """Return the environment of a rank: its place, and files for its store and its error in the run's folder."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}
     alone = {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0, SPAWNED: 1}

@@ -5,6 +5,7 @@ Nothing here starts a process, opens data or reads weights, so a bad combination
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -48,6 +49,10 @@ from longctx.settings.values import Settings
 from longctx.training.checkpoint.folder import check_output, default_folder, is_restarted
 
 
+REFUSED_SECONDS = 3.0
+"""By how much ranks outlive a rank 0 that refuses, since a launcher stops all of them once one has ended."""
+
+
 def resolve_together(settings: Settings, launcher: Launcher, env: Mapping[str, str]) -> Run:
     """Return the resolved run on all ranks of a launcher, or in a single process.
 
@@ -63,6 +68,7 @@ def resolve_together(settings: Settings, launcher: Launcher, env: Mapping[str, s
     if not is_first_rank():
         decided = share_decision(None, seconds)
         if "refused" in decided:
+            time.sleep(REFUSED_SECONDS)
             raise RefusedOnAllRanks(decided["refused"], is_mine=False)
         return resolve(settings, launcher, env, decided)
     try:
