@@ -46,6 +46,13 @@ def run_ranks(world_size: int, target: str, *arguments, timeout: float = 300, ba
         return list(ended.reports)
 
 
+MAINS = {
+    **{module: f"{module}:main" for module in ("longctx.train", "longctx.dpo")},
+    "longctx.verify": "longctx.verify.__main__:main",
+}
+"""What `python -m` of a module calls."""
+
+
 def start_rank_0_alone(patch) -> None:
     """Where longctx would start processes, be rank 0 of them in this process, up to where it would prepare the run.
 
@@ -58,7 +65,7 @@ def start_rank_0_alone(patch) -> None:
                 ended.setenv(name, value)
             for work in ("longctx.train._train", "longctx.verify.__main__._compare"):
                 ended.setattr(work, lambda *_, **__: pytest.fail("rank 0 refused nothing"))
-            return importlib.import_module(module).main(arguments)
+            return pkgutil.resolve_name(MAINS[module])(arguments)
 
     patch.setattr("longctx.launch.spawn.spawn", spawn)
 

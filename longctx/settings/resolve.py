@@ -48,31 +48,38 @@ from longctx.settings.run import Run, arrange, given_multiple, pad_multiple
 from longctx.settings.values import Settings
 from longctx.training.checkpoint.folder import check_output, default_folder, is_restarted
 
-
 REFUSED_SECONDS = 3.0
 """By how much ranks outlive a rank 0 that refuses, since a launcher stops all of them once one has ended."""
 
 
-def resolve_together(settings: Settings, launcher: Launcher, env: Mapping[str, str]) -> Run:
+def resolve_together(
+    settings: Settings,
+    launcher: Launcher,
+    env: Mapping[str, str],
+    complete: Callable[[Run], Run] = lambda run: run,
+) -> Run:
     """Return the resolved run on all ranks of a launcher, or in a single process.
 
     Rank 0 refuses for all, and decides what depends on the free memory and the speed of a device.
+
+    Args:
+        complete: what else is decided, or refused by a ValueError.
 
     Raises:
         RefusedOnAllRanks: if rank 0 refuses the run.
         ValueError: for what this process alone cannot carry out; see `resolve`.
     """
     if launcher.world_size in (None, 1) or settings["dry_run"] or settings["prepare_only"]:
-        return resolve(settings, launcher, env)
+        return complete(resolve(settings, launcher, env))
     seconds = settings["ddp_timeout"]
     if not is_first_rank():
         decided = share_decision(None, seconds)
         if "refused" in decided:
             time.sleep(REFUSED_SECONDS)
             raise RefusedOnAllRanks(decided["refused"], is_mine=False)
-        return resolve(settings, launcher, env, decided)
+        return complete(resolve(settings, launcher, env, decided))
     try:
-        run = resolve(settings, launcher, env)
+        run = complete(resolve(settings, launcher, env))
     except BaseException as error:
         refused = str(error) if isinstance(error, ValueError) else f"rank 0 stopped with {type(error).__name__}"
         share_decision({"refused": refused}, seconds)

@@ -11,7 +11,7 @@ import tempfile
 import time
 from contextlib import redirect_stdout
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from longctx.launch.interrupts import interrupts_end
 from longctx.launch.terminal import end_refused, quieten
@@ -57,6 +57,57 @@ VERIFY = Method(
 )
 
 
+DEFAULTS = {
+    "model_name_or_path": "tiny",
+    "dataset_name": "stdlib",
+    "max_length": 512,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,  # with other numbers of label tokens
+    "overlong": "split",
+}
+"""Values of flags that neither the user nor a profile sets.
+
+The precision is that of training: fp32 on a GPU would run other kernels than training does.
+"""
+
+FIXED = {
+    "max_steps": 1,
+    "max_grad_norm": 0.0,
+    "optim": "sgd",
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "save_only_model": True,
+    "push_to_hub": False,
+    "dataset_streaming": False,
+    "streaming": False,
+    "eval_strategy": "no",
+    "eval_on_start": False,
+    "load_best_model_at_end": False,
+    "early_stopping_patience": None,
+    "resume_from_checkpoint": None,
+    "output_dir": None,
+    "overwrite_output_dir": False,
+    "train_sampling_strategy": "sequential",
+    "balance_packs": False,
+}
+"""Whatever the user sets: one step, whose update is of no interest, so no clipping and an optimizer without states."""
+
+
+def with_defaults(settings: Settings, launcher: Launcher) -> Settings:
+    """Return the settings, completed by what a verification needs."""
+    wanted: dict[str, Any] = dict(DEFAULTS)
+    if settings["datasets"]:
+        del wanted["dataset_name"]
+    if settings["global_batch_size"] is not None:
+        del wanted["gradient_accumulation_steps"]
+    wanted = {name: value for name, value in wanted.items() if not settings.is_set(name)} | FIXED
+    # What a profile sets, such as the bound on the gradient's norm, stays.
+    return settings.with_("command", **{name: value for name, value in wanted.items() if name not in launcher.values})
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Verify one run and return the exit code."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -73,6 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
             if device_count() == 0:
                 stay_on_cpu()  # accelerate's launcher imports DeepSpeed, which would say so on stdout
         launcher = take_over(settings, VERIFY.module)
+        settings = with_defaults(settings, launcher)
         started = count_to_start(settings, launcher)
     except ValueError as error:
         return end_refused(error)
@@ -89,11 +141,12 @@ def _verify(settings: Settings, launcher: Launcher) -> int:
     prefer_huge_pages()
     set_up_allocators()
     from longctx.settings.resolve import resolve_together
-    from longctx.verify.setup import check_engine, few_layers, with_defaults
+    from longctx.verify.setup import check_engine, few_layers
 
     try:
-        run = check_engine(resolve_together(with_defaults(settings, launcher), launcher, os.environ))
-        run = few_layers(run, settings["num_layers"])
+        run = resolve_together(
+            settings, launcher, os.environ, lambda run: few_layers(check_engine(run), settings["num_layers"])
+        )
     except ValueError as error:
         return end_refused(error)
     from longctx.run import finish
