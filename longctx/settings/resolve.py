@@ -6,7 +6,7 @@ Nothing here starts a process, opens data or reads weights, so a bad combination
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
