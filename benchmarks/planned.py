@@ -3,121 +3,83 @@
     python -m benchmarks.planned --output benchmarks/results/planned_h100_DATE                    # all
     python -m benchmarks.planned --models Qwen/Qwen3-0.6B --gpus 1 2 --output DIR
 
-Predicted, never measured: memory by `longctx.forecast.closed_form`, time by `longctx.forecast.step_time`. Nodes have
-eight H100s of 80 GB and 1.9 TB of host memory. All devices share one sequence, and a step trains on that sequence.
-Hybrid is the split that does best. *balanced* and *longest* are presets of --memory. Seconds are those of --memory
-auto, which leaves a tenth of the memory free, or of the faster preset where only a preset fits. Everything is in
-planned.jsonl, with memory by category at the longest sequence.
+Predicted as `longctx plan` does, never measured. Nodes have eight H100s of 80 GB and 1.9 TB of host memory. All devices
+share one sequence of one document, and a step trains on that sequence. Of a hybrid's splits, each number is that of the
+one that does best. *plain* is without a memory option, *longest* with those that reach farthest. Seconds are those of
+--memory auto, which leaves a tenth of the memory free if it can.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from transformers import PretrainedConfig
-
-from longctx.attention.backends import BACKENDS
-from longctx.forecast.candidates import DEVICE_BYTES, Candidate, Machine, Outlook, candidates, outlook
-from longctx.forecast.closed_form import predict
-from longctx.forecast.memory_options import AUTO
-from longctx.forecast.step_time import Speeds
+from longctx.forecast.documents import one_document
 from longctx.launch.terminal import token_label
-from longctx.report.pictures import draw_lengths_and_seconds
+from longctx.machine.here import Machine
+from longctx.report.plan_text import Plan, name_of
+from longctx.settings.read import parse_flags
 
+from .pictures import Bar, Point, max_length_picture, seconds_per_step_picture
 from .published import CONFIGS, HOST_BYTES
 
 MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-32B")
 GPUS = (1, 2, 4, 8, 16, 32)
 LENGTHS = tuple(k * 1024 for k in (32, 128, 512, 1024, 4096))
-PRESETS = ("balanced", "longest")
-DEVICE, KERNEL, NODE = "H100", "flash-attn 2", 8
-
-Table = dict[Candidate, list[Outlook]]
+DEVICE, NODE = "H100", 8
 
 
-def machine(gpus: int) -> Machine:
-    """As many H100s; of a node that has less than eight, its part of the host memory."""
-    per_node = min(gpus, NODE)
-    return Machine(
-        gpus=gpus,
-        gpus_per_node=per_node,
-        device=DEVICE,
-        device_bytes=DEVICE_BYTES[DEVICE],
-        host_bytes=HOST_BYTES * per_node / NODE,
-        kernel=KERNEL,
-        speeds=Speeds.of(DEVICE, KERNEL),
-    )
+class Row(NamedTuple):
+    """A backend on so many devices, which all share one sequence."""
+
+    gpus: int
+    backend: str
+    plain: int
+    longest: int
+    seconds: tuple[float | None, ...]
+    """Of a step at LENGTHS; None where it does not fit."""
 
 
-def found_on(gpus: int, config: PretrainedConfig) -> list[Candidate]:
-    """Return the candidates of which all devices share one sequence."""
-    return [c for c in candidates(config, machine(gpus), presets=(*PRESETS, AUTO)) if c.dims.sp == gpus]
+def rows(model: str, every: Sequence[int]) -> Iterator[Row]:
+    """Yield the rows of a model, by the number of devices."""
+    with tempfile.TemporaryDirectory() as folder:
+        CONFIGS[model].save_pretrained(folder)
+        for gpus in every:
+            per_node = min(gpus, NODE)
+            machine = Machine.of(DEVICE, per_node, host_bytes=HOST_BYTES * per_node / NODE)
+            settings = parse_flags(["--model_name_or_path", folder, "--sp", str(gpus)])
+            plan = Plan.of(settings, machine, gpus, lengths=LENGTHS, documents=one_document)
+            names: dict[str, list[str]] = {}
+            for name, run in plan.runs.items():
+                names.setdefault("one device" if gpus == 1 else run.backend.name, []).append(name)
+            for backend, group in names.items():
+                reaches = [plan.reaches[name] for name in group]
+                fitting = [
+                    [one.cost.step_seconds for one in plan.choices[n] if name_of(one) in group and one.cost.fits]
+                    for n in LENGTHS
+                ]
+                yield Row(
+                    gpus,
+                    backend,
+                    max((plain.length for plain, _ in reaches if plain), default=0),
+                    max(longest.length for _, longest in reaches),
+                    tuple(min(seconds, default=None) for seconds in fitting),
+                )
 
 
-def plan(config: PretrainedConfig, gpus: Sequence[int]) -> Table:
-    """Every candidate on so many devices, at LENGTHS."""
-    return {
-        candidate: [outlook(candidate, machine(n), length) for length in LENGTHS]
-        for n in gpus
-        for candidate in found_on(n, config)
-    }
-
-
-def lines_of(table: Table) -> list[str]:
-    """A Markdown table: a row for each number of devices and backend."""
-    heads = ["devices", "backend", *(f"longest, {preset}" for preset in PRESETS), *map(token_label, LENGTHS)]
-    lines = ["| " + " | ".join(heads) + " |", "| ---: | --- " + "| ---: " * (len(heads) - 2) + "|"]
-    for gpus in dict.fromkeys(c.dims.world_size for c in table):
-        for backend in BACKENDS:
-            group = [c for c in table if (c.dims.world_size, c.backend) == (gpus, backend)]
-            if not group:
-                continue
-            longest = [max(c.max_length for c in group if c.memory == preset) for preset in PRESETS]
-            seconds = []
-            for i in range(len(LENGTHS)):
-                times = [o.time.seconds for c in group if (o := table[c][i]).time is not None]
-                seconds.append(f"{min(times):,.1f}" if times else "OOM")
-            name = "one device" if backend == "local" else backend
-            lines.append("| " + " | ".join([str(gpus), name, *(f"{n:,}" for n in longest), *seconds]) + " |")
-    return lines
-
-
-def records(model: str, table: Table) -> list[dict[str, Any]]:
-    """One for each candidate."""
-    return [
-        {
-            "model": model,
-            "predicted": True,
-            "devices": candidate.dims.world_size,
-            "device": DEVICE,
-            "kernel": KERNEL,
-            "backend": candidate.backend,
-            "ring": candidate.dims.ring,
-            "ulysses": candidate.dims.ulysses,
-            "engine": candidate.engine,
-            "memory": candidate.memory,
-            "max_length": candidate.max_length,
-            "binds": candidate.binds,
-            "at_max_length": _memory(candidate),
-            "seconds_per_step": {str(o.length): round(o.time.seconds, 2) if o.time else None for o in outlooks},
-        }
-        for candidate, outlooks in table.items()
-    ]
-
-
-def _memory(candidate: Candidate) -> dict[str, dict[str, int]]:
-    if not candidate.max_length:
-        return {}
-    peak = predict(candidate.setup, candidate.max_length)
-    return {
-        side: {name: round(size) for name, size in sizes.items()}
-        for side, sizes in (("device_bytes", peak.device), ("host_bytes", peak.host))
-    }
+def lines_of(found: Sequence[Row]) -> Iterator[str]:
+    """Yield the lines of a Markdown table."""
+    heads = ["devices", "backend", "plain", "longest", *map(token_label, LENGTHS)]
+    yield "| " + " | ".join(heads) + " |"
+    yield "| ---: | --- " + "| ---: " * (len(heads) - 2) + "|"
+    for row in found:
+        seconds = ["OOM" if value is None else f"{value:,.1f}" for value in row.seconds]
+        cells = [str(row.gpus), row.backend, f"{row.plain:,}", f"{row.longest:,}", *seconds]
+        yield "| " + " | ".join(cells) + " |"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -126,13 +88,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, nargs="+", default=list(GPUS))
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args(arguments)
-    options.output.mkdir(parents=True, exist_ok=True)
     _, _, about = __doc__.partition("--output DIR\n\n")
     page = [
         f"# Planned for {DEVICE} 80 GB",
         "",
         f"`python -m benchmarks.planned --output {options.output}`  ",
-        f"{datetime.now(UTC):%Y-%m-%d}; {KERNEL}, bf16 with fp32 master weights; all predicted, nothing measured",
+        f"{datetime.now(UTC):%Y-%m-%d}; bf16 with fp32 master weights; all predicted, nothing measured",
         "",
         about.strip(),
         "",
@@ -140,19 +101,21 @@ def main(arguments: list[str] | None = None) -> int:
         "one sequence of that length.",
         "",
     ]
-    found = []
     for model in options.models:
-        table = plan(CONFIGS[model], options.gpus)
-        name = model.split("/")[1]
-        folder = options.output / name
-        folder.mkdir(exist_ok=True)
-        note = f"predicted, {DEVICE} 80 GB, 8 a node; --memory {', '.join(PRESETS)} or auto"
-        draw_lengths_and_seconds(folder, table, devices=lambda c: c.dims.world_size, title=name, note=note)
-        page += [f"## {name}", "", *lines_of(table), ""]
+        found, name = list(rows(model, options.gpus)), model.split("/")[1]
+        folder, note = options.output / name, f"predicted, {DEVICE} 80 GB, 8 a node"
+        folder.mkdir(parents=True, exist_ok=True)
+        bars = [Bar(row.backend, row.gpus, row.longest or None) for row in found]
+        points = [
+            Point(row.backend, row.gpus, length, seconds)
+            for row in found
+            for length, seconds in zip(LENGTHS, row.seconds, strict=True)
+        ]
+        max_length_picture(folder / "max_length.png", bars, title=name, note=note)
+        seconds_per_step_picture(folder / "seconds_per_step.png", points, title=name, note=note)
+        page += [f"## {name}", "", *lines_of(found), ""]
         page += [f"![longest sequences]({name}/max_length.png)", f"![seconds]({name}/seconds_per_step.png)", ""]
-        found += records(model, table)
     (options.output / "table.md").write_text("\n".join(page))
-    (options.output / "planned.jsonl").write_text("".join(json.dumps(record) + "\n" for record in found))
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from longctx.attention.choice import arrangements
@@ -13,19 +13,29 @@ from longctx.forecast.shape import ONE_DEVICE, RunShape, Stack
 OPTIONS = {field.name for field in fields(MemoryOptions)}
 
 
-def shape_of(model: ModelSizes, *, sp: int = 1, ring: int = 1, backend: str | None = None, **values: Any) -> RunShape:
+def shape_of(model: ModelSizes, **values: Any) -> RunShape:
     """Return a shape whose checkpoints do not keep attention's output and whose gradients are reduced in fp32.
 
     Args:
-        sp, ring: ranks that share a sequence, and those that pass keys and values around.
-        backend: a value of --sp_backend; None means the first that has these degrees.
-        values: fields of `RunShape`, of its memory options and of its stack, which tell them otherwise.
+        values: of `changed`, which tell these otherwise.
     """
-    ways = [one for one in arrangements(sp) if one.ring == ring and backend in (None, one.name)] if sp > 1 else []
-    options: dict[str, Any] = {"selective": False, "communication_data_type": "fp32"}
-    options |= {name: values.pop(name) for name in [*values] if name in OPTIONS}
+    return changed(RunShape(model=model), **{"selective": False, "communication_data_type": "fp32", **values})
+
+
+def changed(shape: RunShape, **values: Any) -> RunShape:
+    """Return a shape with other values of its fields, of its memory options, of its stack, and of its arrangement.
+
+    The latter are sp, the ranks that share a sequence; ring, those that pass keys and values around; and backend, a
+    value of --sp_backend, by default the first that has these degrees.
+    """
+    if {"sp", "ring", "backend"} & values.keys():
+        sp, ring, name = values.pop("sp", shape.sp), values.pop("ring", 1), values.pop("backend", None)
+        ways = [one for one in arrangements(sp) if one.ring == ring and name in (None, one.name)] if sp > 1 else []
+        values["arrangement"] = ways[0] if sp > 1 else ONE_DEVICE
+    options = {name: values.pop(name) for name in [*values] if name in OPTIONS}
     stack = {name: values.pop(name) for name in [*values] if name in Stack._fields}
-    arrangement = ways[0] if sp > 1 else ONE_DEVICE
-    return RunShape(
-        model=model, arrangement=arrangement, options=MemoryOptions(**options), stack=Stack(**stack), **values
-    )
+    if options:
+        values["options"] = replace(shape.options, **options)
+    if stack:
+        values["stack"] = shape.stack._replace(**stack)
+    return replace(shape, **values)

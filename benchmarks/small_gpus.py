@@ -3,23 +3,25 @@
     python -m benchmarks.small_gpus                                     # print the tables
     python -m benchmarks.small_gpus --output docs/howto/small-gpus.md    # and put them into the page
 
-Predicted, never measured: memory by the closed form, time by `longctx.forecast.step_time`, for one document per
-sequence. The cards are in one machine without NVLink. A row is the plan's recommendation for its cards and length; it
-leaves 10% of the device's and of the host's memory free. Rows that do not are left out.
+Predicted as `longctx plan` does, never measured, for one document per sequence. The cards are in one machine without
+NVLink. A row is the plan's recommendation for its cards and length; it leaves 10% of the device's and of the host's
+memory free. Rows that do not are left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from longctx.forecast.candidates import DEVICE_BYTES, GIB, Machine, Outlook, candidates, outlook, recommend
-from longctx.forecast.memory_options import AUTO
-from longctx.forecast.step_time import Speeds, weights_seconds
-from longctx.report.plan_text import Commands
+from longctx.forecast.documents import one_document
+from longctx.forecast.search import Choice
+from longctx.forecast.seconds import weights_seconds
+from longctx.machine.here import Machine
+from longctx.report.plan_text import Plan, flags_of
+from longctx.settings.read import parse_flags
 
 from .published import CONFIGS
 
@@ -29,7 +31,7 @@ HOST_GIB = {"RTX 4090": 128, "L40S": 512}
 """Host memory of a machine with such cards, by card."""
 CARDS = (1, 2, 4, 8)
 LENGTHS = tuple(k * 1024 for k in (32, 64, 128, 256, 512))
-KERNEL = "flash-attn 2"
+GIB = 2**30
 START, END = "<!-- tables of benchmarks.small_gpus -->", "<!-- end of the tables -->"
 
 
@@ -37,44 +39,36 @@ class Row(NamedTuple):
     """A recommendation for so many cards and so long sequences."""
 
     cards: int
-    best: Outlook
+    length: int
+    best: Choice
     flags: str
     gather_seconds: float
     """To gather weights, forward and backward, and to reduce the adapter's gradients, in one step."""
 
     def __str__(self) -> str:
-        assert self.best.time is not None, "only what fits has a row"
         gather = f"{self.gather_seconds:.1f}"
-        if (exposed := self.best.time.parts.get("weights", 0.0)) >= 0.05:
+        if (exposed := self.best.cost.seconds.get("weights", 0.0)) >= 0.05:
             gather += f", {exposed:.1f} of it exposed"
-        numbers = f"{self.best.speed:,.0f} | {self.best.time.seconds:,.1f} | {gather}"
+        numbers = f"{self.best.speed:,.0f} | {self.best.cost.step_seconds:,.1f} | {gather}"
         flags = self.flags.replace(" --", "` `--")  # each in a span of its own, which is not broken over lines
-        return f"| {self.cards} | {self.best.length:,} | {numbers} | `{flags}` |"
+        return f"| {self.cards} | {self.length:,} | {numbers} | `{flags}` |"
 
 
 def rows(model: str, card: str, cards: int) -> Iterator[Row]:
     """Yield the rows of a model on so many cards, by length."""
-    machine = Machine(
-        gpus=cards,
-        gpus_per_node=cards,
-        device=card,
-        device_bytes=DEVICE_BYTES[card],
-        host_bytes=HOST_GIB[card] * GIB,
-        kernel=KERNEL,
-        speeds=Speeds.of(card, KERNEL),
-    )
-    adapter = {"model_name_or_path": model, "use_peft": True, "lora_r": 16, "load_in_4bit": True, "dtype": "bfloat16"}
-    found = candidates(CONFIGS[model], machine, presets=("balanced", AUTO), settings=adapter)
-    commands = Commands(
-        config=CONFIGS[model], model=model, revision="main", rope_scaling=None, adapter=adapter, gpus_per_node=cards
-    )
-    for length in LENGTHS:
-        best = recommend([outlook(candidate, machine, length) for candidate in found])
-        if best is None or not best.has_room:
+    machine = Machine.of(card, cards, host_bytes=HOST_GIB[card] * GIB)
+    with tempfile.TemporaryDirectory() as folder:
+        CONFIGS[model].save_pretrained(folder)
+        adapter = ["--use_peft", "True", "--load_in_4bit", "True", "--dtype", "bfloat16"]
+        settings = parse_flags(["--model_name_or_path", folder, *adapter])
+        plan = Plan.of(settings, machine, cards, lengths=LENGTHS, documents=one_document)
+    for length, choices in plan.choices.items():
+        best = choices[0]
+        if best.level > 0:
             return
-        flags = [shlex.join(best.candidate.flags()), commands.rope_flags(length)]
-        seconds = weights_seconds(best.candidate.setup, machine.speeds.device)
-        yield Row(cards, best, " ".join(filter(None, flags)), seconds)
+        scaling = plan.scaling(length)
+        flags = flags_of(best) + (f" --rope_scaling {scaling}" if scaling else "")
+        yield Row(cards, length, best, flags, weights_seconds(best.shape, machine))
 
 
 def table(model: str, card: str) -> Iterator[str]:

@@ -9,8 +9,8 @@ import sys
 
 import torch
 
-from longctx.forecast import measure
 from longctx.launch.spawn import spawn
+from longctx.machine import measure
 
 WORK = measure.Work(
     dtype=torch.bfloat16,

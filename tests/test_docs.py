@@ -16,6 +16,11 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
+from longctx.forecast.candidates import (
+    DEVICE_BYTES,
+    HOST_BYTES_PER_DEVICE,
+)
+from longctx.forecast.hardware import Hardware, host_bytes
 
 import longctx.settings.machine_checks
 import longctx.settings.model_config
@@ -25,11 +30,6 @@ from benchmarks.gpu.__main__ import _parser as gpu_parser
 from benchmarks.max_length.__main__ import _parser as bench_parser
 from benchmarks.published import CONFIGS
 from longctx.export import _parser as export_parser
-from longctx.forecast.candidates import (
-    DEVICE_BYTES,
-    HOST_BYTES_PER_DEVICE,
-)
-from longctx.forecast.hardware import Hardware, host_bytes
 from longctx.plan import _parser as plan_parser
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from transformers import LlamaConfig
-
-from longctx.attention.backends import BACKENDS
 from longctx.forecast.candidates import Machine, candidates, next_best, outlook, recommend, why
 from longctx.forecast.closed_form import predict
 from longctx.forecast.hardware import Hardware
-from longctx.forecast.model_sizes import ModelSizes, adapter_rows
 from longctx.forecast.step_time import Speeds
+from transformers import LlamaConfig
+
+from longctx.attention.backends import BACKENDS
+from longctx.forecast.model_sizes import ModelSizes, adapter_rows
 from longctx.model.load import load_config
 from longctx.model.tiny import tiny_config
 from longctx.plan import main

@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING, LlamaConfig
 
 from benchmarks.memory.step import StepSettings, fake_process_group
 from benchmarks.memory.trace import MemoryTracer
+from benchmarks.shapes import shape_of
 from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import Documents, choose_backend, documents_given
 from longctx.attention.interface import longctx_attention
@@ -27,13 +28,13 @@ from longctx.data import Mixture
 from longctx.data.columns import arrow_table, token_columns
 from longctx.data.contents import file_state
 from longctx.data.mixing import _order, _part, _Reader
-from longctx.forecast.closed_form import reach
-from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.cost import reach
 from longctx.launch.network import choose_interface
 from longctx.launch.slurm import first_host
 from longctx.layers.checkpoints import LayerCheckpoints
 from longctx.layers.chunked.layer import _chunk_of, install_chunked
 from longctx.layers.tiled_mlp import install_tiled_mlp
+from longctx.machine.here import Machine
 from longctx.model.adapter import check_adapter
 from longctx.model.files import without_weights
 from longctx.model.load import _config_errors
@@ -57,7 +58,7 @@ from longctx.ulysses.stages import check_stride
 from longctx.verify.setup import check_engine, probe_rows
 from tests import refusals
 from tests.attention.test_choice import QWEN3_8B, a_setup
-from tests.forecast.test_by_hand import MODEL
+from tests.forecast.test_by_hand import MODEL, ULYSSES
 from tests.settings.test_model_refusals import save_config
 from tests.training.test_key_fields import a_packing, resolved, rows_of
 
@@ -157,8 +158,11 @@ CALLS = {
     "no table": (lambda: arrow_table([1]), "expected a datasets.Dataset or a pyarrow.Table, got list"),
     "no tokens": (lambda: token_columns(pa.table({"a": ["x"]}), ["a"]), "column 'a' is not a list of numbers"),
     "no host": (lambda: first_host(""), "names no host. Set MASTER_ADDR"),
-    "heads of ranks": (lambda: MemorySetup(model=MODEL, sp=3), "sp 3 with ring 1 leaves 3 Ulysses ranks for 4 heads"),
-    "no limit": (lambda: reach(MemorySetup(model=MODEL), float("inf"), float("inf")), "limit no length"),
+    "heads of ranks": (lambda: shape_of(MODEL, world_size=8, sp=8), "exchanges tokens for heads among 8 ranks"),
+    "no limit": (
+        lambda: reach(ULYSSES, Machine.of("H100", 2, device_bytes=float("inf"), host_bytes=float("inf"))),
+        "limit no length",
+    ),
     "traced engine": (lambda: StepSettings(length=8, engine="zero3"), "DeepSpeed does not run on fake tensors"),
     "traced ranks": (lambda: StepSettings(length=8, engine="none", sp=2), "engine 'none' with 2 devices"),
     "traced documents": (lambda: StepSettings(length=8, document_lengths=[3]), "sum to 3, and length is 8"),

@@ -11,7 +11,8 @@ from transformers import CONFIG_MAPPING
 
 from longctx.attention.backend import Backend
 from longctx.attention.backends import BACKENDS
-from longctx.attention.cost import Setup, device_named
+from longctx.attention.cost import Setup
+from longctx.machine.here import Machine
 from longctx.model.allow_list import (
     AUXILIARY_LOSS_MODELS,
     CAUSAL_MODELS,
@@ -298,8 +299,7 @@ def spreads(backend: Backend, case: Case) -> bool:
         num_key_value_heads=num_key_value_heads,
         head_size=case.head_dim,
         element_size=4,
-        device=device_named("CPU"),
-        devices_per_node=case.sp,
+        machine=Machine.of("CPU", case.sp),
     )
     try:
         return bool(backend.arrange(setup, None))

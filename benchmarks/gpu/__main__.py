@@ -77,6 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("longctx: error: there is no CUDA device. Run it on a machine with a GPU.", file=sys.stderr)
         return USAGE_ERROR
     from longctx.attention.speeds import SPEEDS
+
     from longctx.launch.terminal import quieten
     from longctx.training.engines import set_up_allocators
 

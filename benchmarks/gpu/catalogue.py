@@ -12,13 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import torch
+from longctx.forecast.closed_form import predict
+from longctx.forecast.measure import Work
+from longctx.forecast.memory_setup import MemorySetup
 from transformers import PretrainedConfig, Qwen3Config
 
 from longctx.attention.kernels.choose import candidates
-from longctx.forecast.closed_form import predict
 from longctx.forecast.documents import one_document
-from longctx.forecast.measure import Work
-from longctx.forecast.memory_setup import MemorySetup
 from longctx.model.tiny import tiny_config
 from longctx.settings.dpo import DPO
 from longctx.settings.flags import SFT

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from longctx.forecast.measure import Work, measure_together
 from transformers import AutoModelForCausalLM
 
 from longctx.attention.cost import FLOPS_BACKWARD, FLOPS_FORWARD
 from longctx.attention.kernels.choose import candidates, choose_kernel
 from longctx.attention.kernels.entries import Entries
 from longctx.attention.operator import varlen_attention
-from longctx.forecast.measure import Work, measure_together
 from longctx.layers import loss, loss_kernel
 from longctx.layers.loss_tile import LogitScaling, TileLoss, kernel_agrees
 from longctx.layers.loss_tile import _by_kernel as losses_by_kernel

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longctx.attention.cost import Device, Link
 from longctx.attention.speeds import BACKWARD, FILE, FORWARD, Constant, SpeedTable, number
 from longctx.forecast.step_time import Speeds
+
+from longctx.attention.cost import Device, Link
 
 from ..max_length.results import OK, Line
 

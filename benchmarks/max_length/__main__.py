@@ -205,8 +205,9 @@ def _check(options: argparse.Namespace) -> None:
 def _sweep(options: argparse.Namespace, results: Results, command: str) -> None:
     use_cpu = _prepare_environment(options.output)
     start_server(f"{__package__}.rank")  # it imports while we do
-    from longctx.forecast.documents import drawn_from, one_document
     from longctx.forecast.step_time import Speeds
+
+    from longctx.forecast.documents import drawn_from, one_document
     from longctx.launch.terminal import quieten
 
     from .combinations import Limits, combinations
@@ -288,6 +289,7 @@ def _facts(options: argparse.Namespace, use_cpu: bool) -> dict[str, Any]:
         ValueError: for more devices than there are, or a larger budget than one has.
     """
     from longctx.forecast.hardware import host_bytes
+
     from longctx.launch.spawn import device_count
 
     if not use_cpu and options.gpus[-1] > device_count():

@@ -16,6 +16,7 @@ from longctx.forecast.closed_form import Breakdown, predict
 from longctx.forecast.expected_step import documents_of
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.step_time import Speeds, step_time
+
 from longctx.launch.accelerate import find_profile
 from longctx.model.allow_list import num_heads
 from longctx.model.load import load_config
@@ -62,7 +63,7 @@ class Combination:
     """A backend on a number of devices."""
 
     backend: str
-    """A name of `longctx.report.pictures.BACKEND_LOOKS`."""
+    """A name of `benchmarks.pictures.BACKEND_LOOKS`."""
     devices: int
     stack: Literal["longctx", "trl"] = LONGCTX
     flags: tuple[str, ...] = ()

@@ -15,11 +15,11 @@ from typing import Any, Literal
 import pyarrow.parquet
 import torch
 from datasets import Dataset
+from longctx.forecast.memory_setup import MemorySetup
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, ModelConfig, SFTConfig, SFTTrainer, get_peft_config
 
 import longctx.run
-from longctx.forecast.memory_setup import MemorySetup
 from longctx.model.adapter import quantization_of
 from longctx.model.load import count_parameters, load_config, load_model, load_tokenizer
 from longctx.packing import PackedDataset

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
-from tqdm import tqdm
-
 from longctx.forecast.step_time import Speeds
+from tqdm import tqdm
 
 from ..ranks import Ending, run_group
 from . import tables

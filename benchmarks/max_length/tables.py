@@ -83,7 +83,7 @@ def write_pictures(folder: Path, lines: Sequence[Line], kind: str) -> None:
     Raises:
         ValueError: without matplotlib.
     """
-    from longctx.report.pictures import Bar, Point, max_length_picture, seconds_per_step_picture
+    from ..pictures import Bar, Point, max_length_picture, seconds_per_step_picture
 
     known, sweep = latest(list(lines)), _sweep(lines)
     subject = f"{sweep['model']} on {sweep['device']}"

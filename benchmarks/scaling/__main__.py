@@ -41,7 +41,7 @@ HEAD = f"""\
 them on {{date}}. `benchmarks.scaling.simulate` builds each training step from these parts:
 
 - the plan that places documents on ranks: the query–key pairs of every hop, and the tokens that arrive in it;
-- the published speeds of an {DEVICE} with {KERNEL} (`longctx.forecast.step_time`);
+- the published speeds of an {DEVICE} with {KERNEL} (`longctx.machine.speeds`);
 - nodes of {NODE} devices with 450 GB/s between them;
 - one network adapter per device, with 400 or 100 Gb/s between nodes.
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from longctx.report.pictures import BACKEND_LOOKS
-
+from ..pictures import BACKEND_LOOKS
 from .simulation import DEVICES, NAMES, SHOWN, Results, Run, pays_up_to
 
 LOOKS = {

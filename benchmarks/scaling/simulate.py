@@ -2,14 +2,14 @@
 
 The step is made from the documents that the ranks really get. `longctx.ring.plan` gives the pairs of query and key and
 the received tokens of each rank at each hop. `longctx.attention.cost` gives the seconds that they take on the machine's
-links; only the first rank of a node receives over the link between nodes. `longctx.forecast.step_time` gives the rest
+links; only the first rank of a node receives over the link between nodes. `longctx.forecast.seconds` gives the rest
 of the layers, the gathering of weights and the reduction of gradients.
 
 Ranks of a sequence group wait for each other in every pass of every layer. Groups wait for the slowest group in every
 micro-batch, since all gather the same weights. Weights are gathered and gradients reduced in every micro-batch while
 something is computed, but not while attention's messages take the same link; what computation does not hide adds to the
 step. Nothing fails, no link is shared with other jobs, and all devices are equally fast. For one sequence on one node
-the result is that of `longctx.forecast.step_time`, except that it counts how evenly recomputation is balanced. All
+the result is that of `longctx.forecast.seconds`, except that it counts how evenly recomputation is balanced. All
 numbers are simulated, never measured.
 """
 
@@ -20,13 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longctx.attention.cost import FLOPS_BACKWARD, FLOPS_FORWARD, RingWork, Seconds
+from longctx.attention.cost import RingWork, Seconds
 from longctx.attention.modelled import attention_time
-from longctx.forecast.memory_setup import MemorySetup
-from longctx.forecast.step_time import (
-    Speeds,
-    attended_again_seconds,
-    attention_setup,
+from longctx.forecast.seconds import (
+    attended_again,
     host_seconds,
     launch_seconds,
     optimizer_seconds,
@@ -34,6 +31,9 @@ from longctx.forecast.step_time import (
     tokenwise_seconds,
     weights_seconds,
 )
+from longctx.forecast.shape import RunShape
+from longctx.machine.here import Machine
+from longctx.machine.speeds import FLOPS_BACKWARD, FLOPS_FORWARD
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,40 +65,39 @@ class SimulatedStep:
         return self.tokens / self.seconds / len(self.compute)
 
 
-def simulate(setup: MemorySetup, micro_batches: Sequence[Sequence[RingWork]], speeds: Speeds) -> SimulatedStep:
+def simulate(shape: RunShape, micro_batches: Sequence[Sequence[RingWork]], machine: Machine) -> SimulatedStep:
     """Simulate one optimizer step.
 
     Args:
-        setup: degrees, engine and memory options; whether it fits in memory is not checked.
+        shape: degrees, engine and memory options; whether it fits in memory is not checked.
         micro_batches: [accumulation][world_size / sp], `RingWork.of` the documents of each group, whose rows are
-            flattened to one, for `setup.ring` ranks. All have equally many tokens.
-        speeds: speeds of the machine.
+            flattened to one, for `shape.ring` ranks. All have equally many tokens.
 
     Raises:
         ValueError: if there is not one row for every group, for its ring and of the same length.
     """
-    _check(setup, micro_batches)
-    length = micro_batches[0][0].num_tokens // setup.num_rows
+    _check(shape, micro_batches)
+    length = micro_batches[0][0].num_tokens // shape.rows
     distinct = {id(work): work for rows in micro_batches for work in rows}
-    groups = {key: _sequence_group(setup, length, work, speeds) for key, work in distinct.items()}
-    total = np.zeros((3, setup.world_size))
+    groups = {key: _sequence_group(shape, length, work, machine) for key, work in distinct.items()}
+    total = np.zeros((3, shape.world_size))
     for rows in micro_batches:
-        pairs = max(int(work.pairs.sum()) for work in rows) / setup.sp
-        total += _micro_batch(setup, length, [groups[id(work)] for work in rows], pairs, speeds)
-    optimizer = optimizer_seconds(setup, speeds)
+        pairs = max(int(work.pairs.sum()) for work in rows) / shape.sp
+        total += _micro_batch(shape, length, [groups[id(work)] for work in rows], pairs, machine)
+    optimizer = optimizer_seconds(shape, machine)
     total[0] += optimizer
     compute, exchange, wait = total
     return SimulatedStep(
         compute=compute,
         exchange=exchange,
         wait=wait,
-        least=_least_seconds(setup, length, micro_batches, speeds) + optimizer,
+        least=_least_seconds(shape, length, micro_batches, machine) + optimizer,
         tokens=sum(work.num_tokens for rows in micro_batches for work in rows),
     )
 
 
 def _micro_batch(
-    setup: MemorySetup, length: int, groups: Sequence[tuple[Seconds, float]], pairs: float, speeds: Speeds
+    shape: RunShape, length: int, groups: Sequence[tuple[Seconds, float]], pairs: float, machine: Machine
 ) -> Seconds:
     """Return [3, world_size]: the seconds that each rank computes, exchanges and waits.
 
@@ -106,56 +105,56 @@ def _micro_batch(
         pairs: legal pairs that a rank of the slowest group attends to.
     """
     done = np.concatenate([group for group, _ in groups], axis=1)
-    done[0] += np.maximum(0.0, launch_seconds(setup, speeds.device) - done.sum(0))
+    done[0] += np.maximum(0.0, launch_seconds(shape, machine.speeds) - done.sum(0))
     slowest = done.sum(0).max()
     done[2] += slowest - done.sum(0)
-    link = max(link for _, link in groups) if _share_links(setup) else 0.0
-    exposed = max(0.0, weights_seconds(setup, speeds.device) + link - slowest)
-    done[1] += exposed + host_seconds(setup, length, pairs, speeds, slowest)
+    link = max(link for _, link in groups) if _share_links(shape, machine) else 0.0
+    exposed = max(0.0, weights_seconds(shape, machine) + link - slowest)
+    done[1] += exposed + host_seconds(shape, machine, length, pairs, slowest)
     return done
 
 
-def _sequence_group(setup: MemorySetup, length: int, work: RingWork, speeds: Speeds) -> tuple[Seconds, float]:
+def _sequence_group(shape: RunShape, length: int, work: RingWork, machine: Machine) -> tuple[Seconds, float]:
     """Return [3, sp] as `_micro_batch`, before waiting for other groups, and the seconds that attention uses a link."""
-    layers = setup.model.num_attended
-    attention = attention_time(*attention_setup(setup, speeds.device), work)
-    again = attended_again_seconds(setup, work.pairs.sum(1) / setup.ulysses, speeds)
-    compute = sum(tokenwise_seconds(setup, length, speeds)) + again + layers * attention.compute
-    compute = compute + recurrent_seconds(setup, length, speeds)
+    layers = shape.model.num_attended
+    attention = attention_time(shape.attention(machine), shape.arrangement, work)
+    again = attended_again(shape, work.pairs.sum(1) / shape.ulysses, machine.speeds)
+    compute = sum(tokenwise_seconds(shape, length, machine.speeds)) + again + layers * attention.compute
+    compute = compute + recurrent_seconds(shape, length, machine)
     ring = np.stack([compute, layers * attention.exchange, layers * attention.wait])
-    return np.repeat(ring, setup.ulysses, axis=1), layers * attention.link
+    return np.repeat(ring, shape.ulysses, axis=1), layers * attention.link
 
 
-def _share_links(setup: MemorySetup) -> bool:
+def _share_links(shape: RunShape, machine: Machine) -> bool:
     """Whether attention's messages and weights are slowest on the same kind of link."""
-    node = setup.ranks_per_node
-    return node % setup.sp != 0 or setup.world_size // setup.dp_replicate <= node
+    node = min(machine.per_node, shape.world_size)
+    return node % shape.sp != 0 or shape.shards <= node
 
 
 def _least_seconds(
-    setup: MemorySetup, length: int, micro_batches: Sequence[Sequence[RingWork]], speeds: Speeds
+    shape: RunShape, length: int, micro_batches: Sequence[Sequence[RingWork]], machine: Machine
 ) -> float:
-    pairs = sum(int(work.pairs.sum()) for rows in micro_batches for work in rows) / setup.world_size
-    flops = (FLOPS_FORWARD + FLOPS_BACKWARD) * setup.model.query_size * setup.model.num_attended
-    attended = pairs * flops / speeds.device.attention_flops + float(attended_again_seconds(setup, pairs, speeds))
-    each = sum(tokenwise_seconds(setup, length, speeds)) + recurrent_seconds(setup, length, speeds)
-    launched = float(launch_seconds(setup, speeds.device))
+    pairs = sum(int(work.pairs.sum()) for rows in micro_batches for work in rows) / shape.world_size
+    flops = (FLOPS_FORWARD + FLOPS_BACKWARD) * shape.model.query_size * shape.model.num_attended
+    attended = pairs * flops / machine.speeds.attention + float(attended_again(shape, pairs, machine.speeds))
+    each = sum(tokenwise_seconds(shape, length, machine.speeds)) + recurrent_seconds(shape, length, machine)
+    launched = float(launch_seconds(shape, machine.speeds))
     return max(len(micro_batches) * each + attended, len(micro_batches) * launched)
 
 
-def _check(setup: MemorySetup, micro_batches: Sequence[Sequence[RingWork]]) -> None:
-    groups = setup.world_size // setup.sp
+def _check(shape: RunShape, micro_batches: Sequence[Sequence[RingWork]]) -> None:
+    groups = shape.world_size // shape.sp
     counts = {len(rows) for rows in micro_batches}
     if counts != {groups}:
         raise ValueError(
             f"Micro-batches of {', '.join(map(str, sorted(counts))) or 'no'} rows do not suit {groups} groups "
-            f"({setup.world_size} devices / sp {setup.sp}). Give each group one."
+            f"({shape.world_size} devices / sp {shape.sp}). Give each group one."
         )
     rings = {len(work.pairs) for rows in micro_batches for work in rows}
     lengths = {work.num_tokens for rows in micro_batches for work in rows}
-    if rings != {setup.ring}:
-        raise ValueError(f"Rows planned for rings of {sorted(rings)} do not suit ring {setup.ring}. Plan them for it.")
-    if len(lengths) > 1 or lengths.pop() % setup.num_rows:
+    if rings != {shape.ring}:
+        raise ValueError(f"Rows planned for rings of {sorted(rings)} do not suit ring {shape.ring}. Plan them for it.")
+    if len(lengths) > 1 or lengths.pop() % shape.rows:
         raise ValueError(
-            f"Rows have to have equally many tokens, a multiple of {setup.num_rows} rows each, as training pads them."
+            f"Rows have to have equally many tokens, a multiple of {shape.rows} rows each, as training pads them."
         )

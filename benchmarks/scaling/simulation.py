@@ -11,19 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longctx.attention.backends import BACKENDS
-from longctx.attention.cost import Link, RingWork
+from longctx.attention.cost import RingWork
 from longctx.attention.modelled import planned_work
-from longctx.forecast.candidates import DEVICE_BYTES
-from longctx.forecast.closed_form import predict
-from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.cost import cost
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.forecast.step_time import Speeds, attention_setup
+from longctx.forecast.shape import RunShape
+from longctx.machine.here import Machine
+from longctx.machine.speeds import Link
 from longctx.packing import balanced_order, pack, shuffled_order, spread_step
 from longctx.ring.planner import MAX_IMBALANCE
 from longctx.training.dataset import linear_cost
 
 from ..packing import DISTRIBUTIONS
 from ..published import CONFIGS
+from ..shapes import shape_of
 from .simulate import SimulatedStep, simulate
 
 DEVICE, KERNEL, NODE = "H100", "flash-attn 3", 8
@@ -73,9 +74,9 @@ class Case(NamedTuple):
     """Of a device's link to other nodes, a second."""
 
     @property
-    def speeds(self) -> Speeds:
-        speeds = Speeds.of(DEVICE, KERNEL)
-        return replace(speeds, device=replace(speeds.device, across=Link.of(self.gigabits / 8 * 1e9)))
+    def machine(self) -> Machine:
+        machine, bytes_a_second = Machine.of(DEVICE, NODE, KERNEL), self.gigabits / 8 * 1e9
+        return replace(machine, speeds=replace(machine.speeds, across=Link(bytes_a_second, bytes_a_second)))
 
     @property
     def title(self) -> str:
@@ -140,9 +141,9 @@ class Rows:
         cost = linear_cost(CONFIGS[model])
         return np.array([(row * (row + cost)).sum() for row in self.documents])
 
-    def work(self, chosen: Sequence[int], setup: MemorySetup, speeds: Speeds) -> RingWork:
+    def work(self, chosen: Sequence[int], shape: RunShape, machine: Machine) -> RingWork:
         """The work of a group that these rows are spread over."""
-        attention, arrangement = attention_setup(setup, speeds.device)
+        attention, arrangement = shape.attention(machine), shape.arrangement
         same = len(self.documents[chosen[0]]) == 1
         key: tuple[Any, ...] = (len(chosen) if same else tuple(chosen), arrangement.ring)
         if self.max_imbalance is None and arrangement.ring > 1:
@@ -164,7 +165,7 @@ def _filled(row: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     return np.append(row, length - row.sum()) if row.sum() < length else row
 
 
-def memory_setup(model: str, backend: str, devices: int, sp: int) -> MemorySetup | None:
+def shape_on(model: str, backend: str, devices: int, sp: int) -> RunShape | None:
     """The model on all these devices; None where the backend cannot spread a row over so many.
 
     Where a backend has several arrangements, the Ulysses ranks are those of a node.
@@ -173,33 +174,36 @@ def memory_setup(model: str, backend: str, devices: int, sp: int) -> MemorySetup
     possible = [a for a in BACKENDS[backend].arrangements(sp) if a.ulysses == NODE or not of_node]
     if not possible or sizes(model).num_heads % possible[0].ulysses:
         return None
-    return MemorySetup(
-        model=sizes(model),
+    return shape_of(
+        sizes(model),
         world_size=devices,
         sp=sp,
         ring=possible[0].ring,
-        sp_backend=backend,
-        ranks_per_node=NODE,
+        backend=backend,
         engine="fsdp2",
         fused_layers=True,
         tiled_mlp_num_shards=0,
-        selective_checkpointing=True,
+        selective=True,
         activation_offloading=True,
     )
 
 
+def _fits(case: Case, shape: RunShape, of: Rows) -> bool:
+    return cost(shape, case.machine, of.length).of_device <= 1
+
+
 def run(case: Case, backend: str, devices: int, sp: int, of: Rows, steps: NDArray[np.int64]) -> Run | None:
     """Optimizer steps on rows int64 [steps, rows], spread over groups as training does; None where they cannot be."""
-    setup = memory_setup(case.model, backend, devices, sp)
-    if setup is None or steps.shape[1] % (devices // sp):
+    shape = shape_on(case.model, backend, devices, sp)
+    if shape is None or steps.shape[1] % (devices // sp):
         return None
-    if predict(setup, of.length).device_bytes > DEVICE_BYTES[DEVICE]:
+    if not _fits(case, shape, of):
         return None
     costs, made = of.costs(case.model), []
     for step in steps:
         spread = spread_step(step, costs, micro_batch_size=1, dp=devices // sp)
-        work = [[of.work(list(group), setup, case.speeds) for group in micro_batch] for micro_batch in spread]
-        made.append(simulate(setup, work, case.speeds))
+        work = [[of.work(list(group), shape, case.machine) for group in micro_batch] for micro_batch in spread]
+        made.append(simulate(shape, work, case.machine))
     return Run(backend, devices, sp, made)
 
 
@@ -265,12 +269,12 @@ def together(case: Case, devices: int) -> dict[str, Run]:
         apart = run(case, name, devices, NODE, of, steps)
         if apart is not None:
             found[f"{name} {NODE}"] = apart
-        setup = memory_setup(case.model, name, devices, devices)
-        if setup is None or (setup.ulysses == 1 and devices > MOST_IN_A_RING):
+        shape = shape_on(case.model, name, devices, devices)
+        if shape is None or (shape.ulysses == 1 and devices > MOST_IN_A_RING):
             continue
-        setup = replace(setup, num_rows=groups)
-        if predict(setup, of.length).device_bytes <= DEVICE_BYTES[DEVICE]:
-            made = [simulate(setup, [[of.work(step.tolist(), setup, case.speeds)]], case.speeds) for step in steps]
+        shape = replace(shape, rows=groups)
+        if _fits(case, shape, of):
+            made = [simulate(shape, [[of.work(step.tolist(), shape, case.machine)]], case.machine) for step in steps]
             found[f"{name} of all"] = Run(name, devices, devices, made)
     return found
 

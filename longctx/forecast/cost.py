@@ -108,6 +108,8 @@ class Cost:
         parts.append(_gib(self.host_bytes, machine.host_bytes, "host"))
         if machine.is_known:
             parts.append(f"{self.step_seconds:.3g} s a step, {self.speed:,.0f} tokens/s a device")
+        if (runs := machine.correction.runs) > 0:
+            parts.append(f"corrected by {runs} run{'s' * (runs > 1)} on this kind of GPU")
         return ", ".join(parts)
 
 
@@ -145,7 +147,7 @@ def cost(
         length=padded,
         tokens=padded * shape.rows * shape.dp * shape.micro_batches,
         world_size=shape.world_size,
-        machine=machine,
+        machine=machine.with_documents(row),
     )
 
 
@@ -173,7 +175,7 @@ def peaks_and_seconds(shape: RunShape, machine: Machine, length: int, documents:
     device, host = (
         functools.reduce(np.maximum, (sum(sizes.values()) for sizes in moments.values()))
         for moments in (
-            device_moments(shape, length, is_cpu=is_cpu),
+            _device(shape, machine, length),
             host_moments(shape, length, ranks, is_cpu=is_cpu),
         )
     )
@@ -186,12 +188,23 @@ def peaks_and_seconds(shape: RunShape, machine: Machine, length: int, documents:
 def _memory(shape: RunShape, machine: Machine, length: int) -> tuple[str, dict[str, Any], str, dict[str, Any]]:
     """Return the device's fullest moment with its sizes, and the host's."""
     ranks = _ranks(shape, machine)
-    moment, device = largest(device_moments(shape, length, is_cpu=machine.is_cpu))
+    moment, device = largest(_device(shape, machine, length))
     host_moment, host = largest(host_moments(shape, length, ranks, is_cpu=machine.is_cpu))
     if machine.is_cpu:
         host |= {name: host.get(name, 0.0) + size * ranks for name, size in device.items()}
         device = {}
     return moment, device, host_moment, host
+
+
+def _device(shape: RunShape, machine: Machine, length: int) -> dict[str, dict[str, Any]]:
+    """Return `device_moments`, with what is allocated as runs on this kind of device have corrected it."""
+    moments, factor = device_moments(shape, length, is_cpu=machine.is_cpu), machine.correction.memory
+    if factor == 1:
+        return moments
+    return {
+        moment: {name: size * (1 if name in NOT_ALLOCATED else factor) for name, size in sizes.items()}
+        for moment, sizes in moments.items()
+    }
 
 
 def _ranks(shape: RunShape, machine: Machine) -> int:

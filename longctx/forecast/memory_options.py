@@ -56,7 +56,7 @@ class MemoryOptions:
     selective: bool | int | None = None
     """Whether checkpoints keep attention's output, or the number of the last checkpointed layers that do; None means
     the backend's default."""
-    checkpoint_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Keywords for torch.utils.checkpoint."""
     tiled_mlp_num_shards: int | None = None
     """Tiles of the MLP; 0 derives their number from the length, and None means no tiles."""

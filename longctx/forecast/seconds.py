@@ -56,30 +56,36 @@ def step_seconds(
     speeds, attention = machine.speeds, shape.attention(machine)
     work = planned_work(tuple(documents), attention, shape.arrangement)
     pairs = shape.rows * work.pairs.sum() / shape.sp
-    linear, recomputed, elementwise = _tokenwise(shape, length, speeds)
+    linear, recomputed, elementwise = tokenwise_seconds(shape, length, speeds)
     parts: dict[str, Any] = {
         "linear": linear,
         "elementwise": elementwise,
         "attention": shape.rows * shape.model.num_attended * modelled_seconds(attention, shape.arrangement, work),
-        "recurrent": _recurrent(shape, length, machine),
+        "recurrent": recurrent_seconds(shape, length, machine),
         "recomputed": recomputed + attended_again(shape, pairs, speeds),
     }
     computed = sum(parts.values())
-    # A forward pass that is computed again is taken to be a third of both.
-    of_engine = OF_FSDP if shape.is_fsdp else 1.0 if shape.engine == "none" else OF_ZERO
-    launches = LAUNCHES_OF_A_LAYER * of_engine * (OF_RING if shape.ring > 1 else 1.0)
-    launched = shape.model.num_layers * launches * speeds.launch_seconds
-    parts["launches"] = np.maximum(0.0, launched * (1 + _recomputed_share(shape) / 3) - computed)
+    parts["launches"] = np.maximum(0.0, launch_seconds(shape, speeds) - computed)
     computed += parts["launches"]
     parts["weights"] = np.maximum(0.0, weights_seconds(shape, machine) - computed)
-    parts["host"] = _host_copies(shape, machine, length, pairs, computed)
+    parts["host"] = host_seconds(shape, machine, length, pairs, computed)
     again = 0.0
     if counts_experts and shape.micro_batches > 1:
         again = _forward_share(shape) * sum(parts[name] for name in ("linear", "elementwise", "attention", "launches"))
     parts = {name: shape.micro_batches * seconds for name, seconds in parts.items()}
     parts["experts counted"] = shape.micro_batches * again
     parts["optimizer"] = optimizer_seconds(shape, machine)
-    return {name: seconds for name, seconds in parts.items() if np.any(seconds)}
+    return {name: machine.correction.seconds * seconds for name, seconds in parts.items() if np.any(seconds)}
+
+
+def launch_seconds(shape: RunShape, speeds: Speeds) -> Any:
+    """Return the seconds that the host takes to launch the kernels of a micro-batch's layers, at any length.
+
+    A forward pass that is computed again is taken to be a third of both.
+    """
+    of_engine = OF_FSDP if shape.is_fsdp else 1.0 if shape.engine == "none" else OF_ZERO
+    launches = LAUNCHES_OF_A_LAYER * of_engine * (OF_RING if shape.ring > 1 else 1.0)
+    return shape.model.num_layers * launches * speeds.launch_seconds * (1 + _recomputed_share(shape) / 3)
 
 
 def forward_seconds(shape: RunShape, seconds: dict[str, Any]) -> float:
@@ -104,7 +110,7 @@ def matmul_parameters(model: ModelSizes) -> int:
     return model.num_layers * layer + model.vocab_size * model.hidden_size
 
 
-def _tokenwise(shape: RunShape, length: int, speeds: Speeds) -> tuple[Any, Any, Any]:
+def tokenwise_seconds(shape: RunShape, length: int, speeds: Speeds) -> tuple[Any, Any, Any]:
     """Return the seconds of a rank's micro-batch without attention.
 
     They are those of matrices forward and backward, those of matrices computed again, and those of operators that only
@@ -151,7 +157,7 @@ def _again_with_chunks(shape: RunShape) -> float:
     return 1 + 2 * projections / matmul_parameters(shape.model)
 
 
-def _recurrent(shape: RunShape, length: int, machine: Machine) -> Any:
+def recurrent_seconds(shape: RunShape, length: int, machine: Machine) -> Any:
     """Return the seconds of the scans of a rank's micro-batch in recurrent layers, and of spreading them.
 
     One document is assumed to fill each row, which takes most to spread.
@@ -215,7 +221,7 @@ class Pass(NamedTuple):
     """Of attention, backward."""
 
 
-def _host_copies(shape: RunShape, machine: Machine, length: int, pairs: float, computed: Any) -> Any:
+def host_seconds(shape: RunShape, machine: Machine, length: int, pairs: float, computed: Any) -> Any:
     """Return the seconds of copies to and from host memory that no computation hides, without the optimizer's.
 
     An offloaded layer's checkpoint leaves while the layer computes, and comes back while the layer before it does. A

@@ -20,6 +20,15 @@ HOST_BYTES_PER_DEVICE = 1.9e12 / 8
 """Host memory of a node for each device, if it is not known: that of common nodes of eight H100s."""
 
 
+class Correction(NamedTuple):
+    """What runs took, divided by what was predicted for them."""
+
+    seconds: float = 1.0
+    memory: float = 1.0
+    runs: int = 0
+    """How many runs say so."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """One node and its devices. All nodes of a run are taken to be alike."""
@@ -39,6 +48,9 @@ class Machine:
     """The name of the attention kernel in that table."""
     is_known: bool = True
     """Whether the speeds are those of this device; those of others only order what is compared."""
+
+    corrections: tuple[tuple[str, Correction], ...] = ()
+    """By attention kernel, see `longctx.forecast.learned`."""
 
     @classmethod
     def of(
@@ -87,6 +99,11 @@ class Machine:
     def is_cpu(self) -> bool:
         """Whether the devices are the host's own CPU, so that all memory is the host's."""
         return self.device == "CPU"
+
+    @property
+    def correction(self) -> Correction:
+        """The correction of what is predicted with the machine's kernel."""
+        return dict(self.corrections).get(self.kernel, Correction())
 
     def with_documents(self, documents: Sequence[int]) -> Machine:
         """Return the machine with the speeds of the attention kernel that computes documents of these lengths.

@@ -29,7 +29,7 @@ from longctx.attention.kernels.entries import Entries
 from longctx.launch.network import choose_interface
 from longctx.launch.spawn import device_count, spawn
 from longctx.launch.store import meeting_point
-from longctx.machine.here import Machine, host_bytes
+from longctx.machine.here import Machine
 from longctx.machine.speeds import ADAMW_TRAFFIC_BYTES, FLOPS_BACKWARD, FLOPS_FORWARD, Link, Speeds
 from longctx.ranks.agreement import gather_objects
 
@@ -102,12 +102,6 @@ def measure_speeds(num_devices: int) -> Speeds:
             raise RuntimeError(f"A process that measured this machine ended with code {code}.")
         values = json.loads(result.read_text())
         return Speeds(**values | {name: Link(*values[name]) for name in ("within", "across")})
-
-
-def device_memory() -> tuple[int, int]:
-    """Return the bytes of a device and of the host's memory, which are the same if the devices are the host's CPU."""
-    host = host_bytes()
-    return (torch.cuda.mem_get_info()[1] if device_count() else host), host
 
 
 def measure_together(clock: Callable[[], float] = time.perf_counter, work: Work | None = None) -> Speeds:

@@ -20,6 +20,7 @@ GPU and CPU, stand for all other devices. The constants of a row are:
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -128,7 +129,7 @@ class Speeds:
     def attention(self) -> float:
         """FLOPs a second of attention's two passes together."""
         both = FLOPS_FORWARD / self.attention_forward + FLOPS_BACKWARD / self.attention_backward
-        return (FLOPS_FORWARD + FLOPS_BACKWARD) / both
+        return (FLOPS_FORWARD + FLOPS_BACKWARD) / both if both else math.inf
 
     @classmethod
     def of(cls, row: str, kernel: str | None = None, table: SpeedTable = TABLE) -> Speeds:

@@ -145,7 +145,9 @@ def _host_room() -> int:
 
 def _advice(run: Run, machine: Machine) -> str:
     try:
-        return suggest_savings(run.shape, machine, run.settings["max_length"], _changed(run, machine))
+        said = suggest_savings(run.shape, machine, run.settings["max_length"], _changed(run, machine))
+        again = f"\nlongctx: run again with {run.next_choice}: the next choice of --memory auto" * bool(run.next_choice)
+        return said + again
     except Exception as error:  # there is no memory for this either; the error itself is what counts
         return f"longctx: out of memory, and too little is left to say what would have helped ({error!r})"
 

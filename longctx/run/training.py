@@ -37,7 +37,14 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
     trainer = build_trainer(prepared, model)
     trainer.add_callback(FollowSteps())
     if run.forecast is not None and trainer.sequence.rank == 0:
-        trainer.add_callback(CompareForecast(run.forecast))
+        metrics, learns = trainer.step_metrics, run.settings["learned"] and not run.use_cpu
+        trainer.add_callback(
+            CompareForecast(
+                run.forecast,
+                lambda: () if metrics.peak_memory is None else metrics.peak_memory.reserved,
+                kernel=run.forecast.machine.kernel if learns else "",
+            )
+        )
     if run.settings["profile"]:
         trainer.add_callback(
             ProfileSteps(trainer.args.output_dir, run.settings["profile_steps"], trainer.sequence.rank)

@@ -22,6 +22,9 @@ from longctx.settings.values import Settings
 AUTO_FLAGS = ("sp", "memory")
 """Flags that can be auto."""
 
+SMALLER = 0.95
+"""What is to be tried where memory did not suffice needs at most this part of it on a device."""
+
 Resolve = Callable[[Settings], Run]
 """Resolves values in which no flag is auto; raises ValueError if such a run is not possible."""
 
@@ -45,8 +48,18 @@ def choose_layout(values: Settings, world_size: int, resolve: Resolve) -> Run:
         except ValueError as error:
             obstacles.append(error)
         else:
-            second = next((one for one in order[number + 1 :] if one.level == 0), None)
-            return replace(run, forecast=best.cost, layout_reason=_reason(asked, values, best, second))
+            rest, launched = order[number + 1 :], values["num_processes"]
+            second = next((one for one in rest if one.level == 0), None)
+            smaller = next(
+                (one for one in rest if one.cost.fits and one.cost.of_device < SMALLER * best.cost.of_device), None
+            )
+            reason = _reason(asked, values, best, second)
+            return replace(
+                run,
+                forecast=best.cost,
+                layout_reason=reason,
+                next_choice="" if smaller is None else _flags(smaller, launched),
+            )
     if not obstacles:
         raise ValueError(f"{asked or '--memory auto'}: no memory options go with those that are asked for.")
     raise ValueError(f"{asked}: no arrangement can run. {obstacles[0]}") if asked else obstacles[0]

@@ -56,6 +56,8 @@ class Run:
     launched: bool
     layout_reason: str = ""
     """What --sp auto and --memory auto chose, and why."""
+    next_choice: str = ""
+    """The flags of what they would choose next that needs less memory; empty if there is nothing."""
     gpus: int
     """GPUs that a process sees."""
     forecast: Cost | None = None

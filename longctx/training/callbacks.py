@@ -24,6 +24,7 @@ from trl import SFTConfig
 
 from longctx.data import SourceReport
 from longctx.forecast.cost import Cost
+from longctx.forecast.learned import learn
 from longctx.launch.console import say
 from longctx.launch.terminal import INTERRUPTED
 from longctx.packing import PackingReport
@@ -59,13 +60,23 @@ class ScheduleGoesOn(TrainerCallback):
 
 
 class CompareForecast(TrainerCallback):
-    """Prints once, after the first steps on GPUs, what a step took beside what was predicted."""
+    """Prints once, after the first steps on GPUs, what a step took beside what was predicted.
+
+    A line says if memory was nearly full. The forecast of later runs on this kind of GPU learns from it.
+
+    Args:
+        expected: what was predicted.
+        reserved: returns the bytes that the allocator of each rank has reserved at most.
+        kernel: of attention, as the prediction assumed; empty where nothing is to be learned.
+    """
 
     STEP = 3
     """The step after which it does; the first ones compile kernels and fill caches."""
+    NEARLY = 0.97
+    """The part of a device's memory from which it is said to be nearly full."""
 
-    def __init__(self, expected: Cost):
-        self.expected = expected
+    def __init__(self, expected: Cost, reserved: Callable[[], Sequence[int]] = tuple, kernel: str = ""):
+        self.expected, self.reserved, self.kernel = expected, reserved, kernel
         self.is_done = False
 
     def on_log(
@@ -79,6 +90,16 @@ class CompareForecast(TrainerCallback):
             said += f" {speed:,.0f} tokens/s a device, and {predicted:,.0f} were predicted;"
         peak, predicted = logs["peak_memory_gib_max"], self.expected.allocated_bytes / GIB
         say(f"{said} {peak:.1f} GiB of tensors on the fullest GPU, and {predicted:.1f} were predicted")
+        total = self.expected.machine.device_bytes / GIB
+        reserved = max(self.reserved(), default=0) / GIB
+        if reserved > self.NEARLY * total > 0:
+            say(
+                f"memory is nearly full: {reserved:.1f} of {total:.1f} GiB of the fullest GPU are reserved. "
+                "--memory longest or a higher --sp leaves more room"
+            )
+        if self.kernel and self.expected.known_speed is not None:
+            speed = logs["tokens_per_second_per_device"]
+            learn(self.expected, self.kernel, speed=speed, allocated_bytes=peak * GIB)
 
 
 class PackingEntry(TrainerCallback):

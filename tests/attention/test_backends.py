@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.shapes import shape_of
 from longctx.attention.backend import Backend
 from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import assumed_documents, choose_backend
-from longctx.attention.cost import Arrangement, Setup, device_named
-from longctx.forecast import closed_form
-from longctx.forecast.candidates import Machine, candidates
-from longctx.forecast.closed_form import predict
-from longctx.forecast.memory_setup import MemorySetup
-from longctx.forecast.step_time import Speeds
+from longctx.attention.cost import Arrangement, Setup
+from longctx.forecast import memory
+from longctx.machine.here import Machine
 from longctx.settings.launcher import BACKEND_OF
+from longctx.settings.read import parse_flags
+from longctx.settings.resolve import spreads
 from tests.reference import train_reference
 from tests.toy_backend import TOY
 from tests.training.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
@@ -32,19 +32,7 @@ SETUP = Setup(
     num_key_value_heads=4,
     head_size=16,
     element_size=2,
-    device=device_named("H100"),
-    devices_per_node=8,
-)
-
-
-MACHINE = Machine(
-    gpus=4,
-    gpus_per_node=8,
-    device="H100",
-    device_bytes=85e9,
-    host_bytes=1.9e12,
-    kernel="flash-attn 3",
-    speeds=Speeds.of("H100", "flash-attn 3"),
+    machine=Machine.of("H100", 8),
 )
 
 
@@ -85,12 +73,6 @@ def test_an_unknown_backend_is_an_error_everywhere() -> None:
     spread = ", ".join(BACKENDS.spread)
     with pytest.raises(ValueError, match=f"--sp_backend spiral is unknown. Use one of auto, {spread}"):
         choose_backend("spiral", SETUP)
-
-
-def test_a_setup_whose_backend_has_no_such_degrees_is_refused(llama_sizes) -> None:
-    setup = MemorySetup(model=llama_sizes, world_size=4, sp=4, ring=2, sp_backend="gather")
-    with pytest.raises(ValueError, match=r"gather has no ring of 2 with sp 4. Use hybrid"):
-        predict(setup, 1024)
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +119,8 @@ def test_a_new_record_is_offered_chosen_and_forecast(toy, llama_sizes) -> None:
     auto = choose_backend("auto", SETUP, assumed_documents(8192, packed=True))
     assert "toy 4" in {str(how) for how, _ in auto.modelled}
 
-    toys = MemorySetup(model=llama_sizes, world_size=4, sp=4, ring=4, sp_backend="toy", engine="fsdp2")
-    exchanged = closed_form._moments(toys, 2**20)["attention"]["exchange"]
+    toys = shape_of(llama_sizes, world_size=4, sp=4, ring=4, backend="toy", engine="fsdp2")
+    exchanged = memory.device_moments(toys, 2**20, is_cpu=False)["attention"]["exchange"]
     # Of each token and rank: its own k and v, and k, v and their gradients of all four ranks; 2 bytes an element.
     elements = llama_sizes.num_key_value_heads * llama_sizes.head_size
     assert exchanged == (2 * 2 + 2 * 2 * 4 + 2 * 2 * 4) * elements * 2**20 / 4
@@ -146,11 +128,11 @@ def test_a_new_record_is_offered_chosen_and_forecast(toy, llama_sizes) -> None:
 
 def test_a_new_record_is_planned_swept_and_drawn(toy, tmp_path, monkeypatch) -> None:
     from benchmarks.max_length.combinations import resolved_for
-    from longctx.model.tiny import tiny_config
-    from longctx.report.pictures import BACKEND_LOOKS, Bar, max_length_picture
+    from benchmarks.pictures import BACKEND_LOOKS, Bar, max_length_picture
 
-    found = candidates(tiny_config(), MACHINE, presets=("balanced",))
-    assert {(c.dims.ring, c.dims.ulysses, c.engine) for c in found if c.backend == "toy"} == {
+    tiny = parse_flags(["--model_name_or_path", "tiny", "--dataset_name", "stdlib"])
+    found = [run for run in spreads(tiny, Machine.of("H100", 4), 4) if run.backend.name == "toy"]
+    assert {(run.dims.ring, run.dims.ulysses, run.engine) for run in found} == {
         (2, 1, "deepspeed"),
         (4, 1, "deepspeed"),
     }

@@ -28,19 +28,11 @@ from longctx.attention.choice import (
     assumed_documents,
     choose_backend,
 )
-from longctx.attention.cost import (
-    DEVICES,
-    FLOPS_BACKWARD,
-    FLOPS_FORWARD,
-    Arrangement,
-    Link,
-    RingWork,
-    Setup,
-    device_named,
-    devices_per_node,
-    measure_link,
-)
+from longctx.attention.cost import Arrangement, RingWork, Setup
 from longctx.attention.modelled import _pipelined, modelled_seconds
+from longctx.machine.here import Machine, devices_per_node
+from longctx.machine.measure import measure_link
+from longctx.machine.speeds import FLOPS_BACKWARD, FLOPS_FORWARD, TABLE, Link, Speeds
 from longctx.model.tiny import tiny_model
 from longctx.sequence.mesh import ParallelDims
 from tests.workers import run_ranks
@@ -57,6 +49,10 @@ def four_to_choose_from():
         yield
 
 
+def machine_of(device: str, node: int, **speeds) -> Machine:
+    return replace(Machine.of(device, node), speeds=replace(Speeds.of(device), **speeds))
+
+
 def a_setup(
     sp: int, heads: int, kv_heads: int, *, node: int = 8, device: str = "H100", head_size: int = 128, **speeds
 ) -> Setup:
@@ -66,8 +62,7 @@ def a_setup(
         num_key_value_heads=kv_heads,
         head_size=head_size,
         element_size=2,
-        device=replace(DEVICES[device], **speeds),
-        devices_per_node=node,
+        machine=machine_of(device, node, **speeds),
     )
 
 
@@ -107,7 +102,7 @@ def test_ring_takes_what_the_heads_leave():
 def test_one_key_value_head():
     """Ulysses repeats it on every rank; a ring across nodes passes one head on, which a slow link makes the better."""
     assert str(auto(a_setup(8, 32, 1)).arrangement) == "ulysses 8"
-    slow = {"across": Link.of(2e9)}
+    slow = {"across": Link(2e9, 2e9)}
     assert str(auto(a_setup(4, 32, 1, node=1, **slow), one(32_768)).arrangement) in ("ring 4", "gather 4")
     assert str(auto(a_setup(4, 32, 32, node=1, **slow), one(32_768)).arrangement) == "ulysses 4"
 
@@ -210,7 +205,7 @@ def can_run(how: Arrangement, heads: int, multiple: int | None) -> bool:
     node=st.sampled_from([1, 2, 3, 4, 8]),
     multiple=st.none() | st.integers(1, 96),
     lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=12),
-    device=st.sampled_from(sorted(DEVICES)),
+    device=st.sampled_from(sorted(TABLE.constants)),
 )
 def test_auto_never_takes_what_cannot_run(sp, kv_heads, group, node, multiple, lengths, device):
     setup = a_setup(sp, kv_heads * group, kv_heads, node=node, device=device)
@@ -250,7 +245,7 @@ def test_rings_too_long_to_model():
     assert choose_backend("ring", a_setup(521, *QWEN3_8B), one()).arrangement.ring == 521
 
 
-FREE = {"memory_speed": math.inf, "message_seconds": 0.0, "launch_seconds": 0.0}
+FREE = {"memory": math.inf, "message_seconds": 0.0, "launch_seconds": 0.0}
 """Nothing but FLOPs and bytes costs anything."""
 
 
@@ -258,7 +253,8 @@ FREE = {"memory_speed": math.inf, "message_seconds": 0.0, "launch_seconds": 0.0}
 def test_communication_by_hand(heads, kv, copies):
     """With infinitely fast arithmetic, what is left is the bytes of the formulas in `longctx.attention.cost`."""
     speed, tokens, sp, size, e = 1e9, 65_536, 4 if heads == 32 else 2, 128, 2
-    setup = a_setup(sp, heads, kv, within=Link.of(speed), attention_flops=math.inf, **FREE)
+    attention = dict.fromkeys(("attention_forward", "attention_backward"), math.inf)
+    setup = a_setup(sp, heads, kv, within=Link(speed, speed), **attention, **FREE)
     document = np.array([tokens])
     ulysses = modelled_seconds(setup, Arrangement(name="ulysses", ring=1, ulysses=sp), RingWork.of(document, 1))
     share = tokens / sp * size * (sp - 1)  # elements of a head that leave or reach a rank
@@ -275,7 +271,8 @@ def test_communication_by_hand(heads, kv, copies):
 def test_computation_by_hand():
     """With infinitely fast links, a ring takes the slowest rank's FLOPs, hop by hop, and Ulysses an equal share."""
     tokens, sp, (heads, kv), size, flops = 65_536, 4, QWEN3_8B, 128, 1e14
-    setup = a_setup(sp, heads, kv, within=Link.of(math.inf), attention_flops=flops, **FREE)
+    attention = dict.fromkeys(("attention_forward", "attention_backward"), flops)
+    setup = a_setup(sp, heads, kv, within=Link(math.inf, math.inf), **attention, **FREE)
     share = (FLOPS_FORWARD + FLOPS_BACKWARD) * tokens * (tokens + 1) / 2 * heads * size / sp / flops
     for how in arrangements(sp):
         seconds = modelled_seconds(setup, how, RingWork.of(np.array([tokens]), how.ring))
@@ -286,7 +283,7 @@ def test_only_what_outlasts_the_computation_of_a_ring_counts():
     document, how = np.array([65_536]), Arrangement(name="ring", ring=4, ulysses=1)
     work = RingWork.of(document, 4)
     seconds = [
-        modelled_seconds(a_setup(4, *QWEN3_8B, within=Link.of(speed), **FREE), how, work)
+        modelled_seconds(a_setup(4, *QWEN3_8B, within=Link(speed, speed), **FREE), how, work)
         for speed in (1e8, 1e9, 1e12, math.inf)
     ]
     communication = 2 * 8 * 128 * 65_536 / 4 * 3 * (2 + 2 + 4) / 1e8
@@ -306,11 +303,11 @@ def test_work_is_the_plans():
 
 
 def test_devices_by_name():
-    assert device_named("NVIDIA H100 80GB HBM3") == DEVICES["H100"]
-    assert device_named("NVIDIA A100-PCIE-40GB").within == DEVICES["GPU"].within
-    assert device_named("NVIDIA GeForce RTX 4090") == DEVICES["RTX 4090"]
-    assert device_named("NVIDIA GeForce RTX 2080 Ti") == DEVICES["GPU"]
-    assert device_named("CPU") == DEVICES["CPU"]
+    assert Speeds.named("NVIDIA H100 80GB HBM3") == Speeds.of("H100")
+    assert Speeds.named("NVIDIA A100-PCIE-40GB").within == Speeds.of("GPU").within
+    assert Speeds.named("NVIDIA GeForce RTX 4090") == Speeds.of("RTX 4090")
+    assert Speeds.named("NVIDIA GeForce RTX 2080 Ti") == Speeds.of("GPU")
+    assert Speeds.named("CPU") == Speeds.of("CPU")
 
 
 def test_devices_per_node():

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from longctx.attention.speeds import FILE, SPEEDS, SpeedTable, number
+from longctx.forecast.step_time import Speeds, step_time
 
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.catalogue import OURS, QUICK, SEARCHED, SLICES, Catalogue
@@ -20,8 +22,6 @@ from benchmarks.gpu.page import PAGE, write_page
 from benchmarks.gpu.probes import overlap
 from benchmarks.gpu.refit import changes, constants_of, refit
 from longctx.attention.cost import PEAK_FLOPS
-from longctx.attention.speeds import FILE, SPEEDS, SpeedTable, number
-from longctx.forecast.step_time import Speeds, step_time
 from tests.softcuda.ranks import soft_environment
 
 DEVICE = {

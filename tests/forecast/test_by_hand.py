@@ -13,23 +13,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 from transformers import LlamaConfig
 
 from benchmarks.scaling.simulate import simulate
-from longctx.attention.cost import Arrangement, Device, Link, RingWork, Setup
+from benchmarks.shapes import changed, shape_of
+from longctx.attention.cost import Arrangement, RingWork, Setup
 from longctx.attention.modelled import attention_time, modelled_seconds
-from longctx.forecast import closed_form
-from longctx.forecast.closed_form import predict
-from longctx.forecast.expected_step import expect_step
-from longctx.forecast.hardware import Hardware
-from longctx.forecast.layer_memory import layer_bytes, saved_by_layer
-from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast import memory
+from longctx.forecast.cost import cost
+from longctx.forecast.layer_memory import layer_bytes
+from longctx.forecast.memory import PROCESS_BYTES
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.forecast.step_time import Speeds, forward_seconds, optimizer_seconds, step_time, weights_seconds
+from longctx.forecast.seconds import forward_seconds, optimizer_seconds, step_seconds, weights_seconds
+from longctx.forecast.shape import RunShape
+from longctx.machine.here import Machine
+from longctx.machine.speeds import Link, Speeds
 
 CONFIG = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 4}
 CONFIG |= {"num_key_value_heads": 2, "vocab_size": 32, "tie_word_embeddings": False}
@@ -48,12 +49,37 @@ MODEL = ModelSizes(
     head_size=4,
     has_qk_norm=False,
 )
-ULYSSES = MemorySetup(model=MODEL, world_size=2, sp=2, ranks_per_node=2, engine="fsdp2", gradient_checkpointing=True)
+ULYSSES = shape_of(MODEL, world_size=2, sp=2, engine="fsdp2")
 LENGTH, TOKENS = 1024, 512
 
 
 def test_the_model_has_these_sizes() -> None:
     assert ModelSizes.of_config(LlamaConfig(**CONFIG)) == MODEL
+
+
+def machine_of(**slow: float) -> Machine:
+    """Two devices of a node on which nothing takes time but what is named."""
+    both, link = slow.get("attention", math.inf), slow.get("link", math.inf)
+    across = slow.get("across", link)
+    speeds = Speeds(
+        matmul=slow.get("matmul", math.inf),
+        attention_forward=slow.get("attention_forward", both),
+        attention_backward=slow.get("attention_backward", both),
+        memory=slow.get("memory", math.inf),
+        within=Link(link, link),
+        across=Link(across, across),
+        host_link=slow.get("host_link", math.inf),
+        host_memory=slow.get("host_memory", math.inf),
+        message_seconds=slow.get("message", 0.0),
+        launch_seconds=slow.get("launch", 0.0),
+        entry_seconds=slow.get("entry", 0.0),
+    )
+    return Machine(device="made up", per_node=2, device_bytes=1.0, host_bytes=1.0, speeds=speeds)
+
+
+def setup_on(**slow: float) -> Setup:
+    machine = machine_of(**slow)
+    return Setup(sp=2, num_heads=4, num_key_value_heads=2, head_size=4, element_size=2, machine=machine)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -70,18 +96,13 @@ def test_a_ring_of_two_hop_by_hop() -> None:
     4 + 4; taken off 4 + 4 + 4), and 10 backward (dq read and written 8, bf16 added 2). k and v of a token are
     2·2·4 = 16 elements: 32 bytes in bf16, and 64 of fp32 gradients.
     """
-    link = Link.of(32.0)
-    device = Device(
-        attention_flops=64.0,
-        memory_speed=608.0,  # 38 · 16
-        within=link,
-        across=link,
-        message_seconds=0.25,
-        launch_seconds=0.01,
-        entry_seconds=0.1,
-    )
-    setup = Setup(
-        sp=2, num_heads=4, num_key_value_heads=2, head_size=4, element_size=2, device=device, devices_per_node=2
+    setup = setup_on(
+        attention=64.0,
+        memory=608.0,  # 38 · 16
+        link=32.0,
+        message=0.25,
+        launch=0.01,
+        entry=0.1,
     )
     work = RingWork(
         pairs=np.array([[10, 4], [6, 8]]),
@@ -113,13 +134,7 @@ def test_ulysses_exchanges_and_attends() -> None:
     Each rank has 4 of 8 tokens, with q and out of 16 elements and k and v of 8: 48 elements of 2 bytes, 384 bytes,
     and in the backward pass as many. Half of them leave. All are read or written four times besides.
     """
-    device = Device(
-        attention_flops=1.0, memory_speed=2.0, within=Link.of(10.0), across=Link.of(1e-9), message_seconds=0.5,
-        launch_seconds=3.0,
-    )  # fmt: skip
-    setup = Setup(
-        sp=2, num_heads=4, num_key_value_heads=2, head_size=4, element_size=2, device=device, devices_per_node=2
-    )
+    setup = setup_on(attention=1.0, memory=2.0, link=10.0, across=1e-9, message=0.5, launch=3.0)
     seconds = modelled_seconds(setup, Arrangement(name="ulysses", ring=1, ulysses=2), RingWork.of(np.array([8]), 1))
     held = 2 * 48 * 2 * 4
     exchanged = held / 2 / 10.0 + 4 * held / 2.0 + 4 * 0.5
@@ -132,35 +147,14 @@ def test_ulysses_exchanges_and_attends() -> None:
 # ------------------------------------------------------------------------------------------------
 
 
-def speeds(**slow: float) -> Speeds:
-    """Everything takes no time but what is named."""
-    link = Link.of(slow.get("link", math.inf))
-    device = Device(
-        attention_flops=slow.get("attention", math.inf),
-        memory_speed=slow.get("memory", math.inf),
-        within=link,
-        across=link,
-        message_seconds=0.0,
-        launch_seconds=slow.get("launch", 0.0),
-    )
-    return Speeds(
-        matmul_flops=slow.get("matmul", math.inf),
-        attention_forward_flops=slow.get("attention_forward", math.inf),
-        attention_backward_flops=math.inf,
-        device=device,
-        host_link=slow.get("host_link", math.inf),
-        host_memory=slow.get("host_memory", math.inf),
-    )
-
-
 MATRICES = 2 * 768 + 256
 """Parameters that a token is multiplied with: of both layers, and of the head."""
 PAIRS = 1024 * 1025 // 2 // 2
 """Of a rank, with all heads: half of the row's."""
 
 
-def parts(setup: MemorySetup = ULYSSES, **slow: float) -> dict[str, float]:
-    return dict(step_time(setup, LENGTH, speeds(**slow)).parts)
+def parts(shape: RunShape = ULYSSES, **slow: float) -> dict[str, float]:
+    return step_seconds(shape, machine_of(**slow), LENGTH, [LENGTH])
 
 
 def test_matrices_forward_backward_and_again() -> None:
@@ -168,33 +162,34 @@ def test_matrices_forward_backward_and_again() -> None:
     assert parts(matmul=1e3) == pytest.approx(
         {"linear": 6 * MATRICES * TOKENS / 1e3, "recomputed": 2 * MATRICES * TOKENS / 1e3}
     )
-    frozen = replace(ULYSSES, model=replace(MODEL, num_trained_parameters=0), gradient_checkpointing=False)
+    frozen = changed(ULYSSES, model=replace(MODEL, num_trained_parameters=0), activation_checkpointing=False)
     assert parts(frozen, matmul=1e3) == pytest.approx({"linear": 4 * MATRICES * TOKENS / 1e3})
-    assert parts(attention_forward=1e3) == pytest.approx({"recomputed": 4 * 16 * 2 * PAIRS / 1e3})
-    assert parts(replace(ULYSSES, selective_checkpointing=True), attention_forward=1e3) == {}
-    every_other = replace(ULYSSES, every_n_layers=2)
+    again = 4 * 16 * 2 * PAIRS / 1e3
+    assert parts(attention_forward=1e3) == pytest.approx({"attention": again, "recomputed": again})
+    assert parts(changed(ULYSSES, selective=True), attention_forward=1e3) == pytest.approx({"attention": again})
+    every_other = changed(ULYSSES, every_n_layers=2)
     assert parts(every_other, matmul=1e3)["recomputed"] == pytest.approx(MATRICES * TOKENS / 1e3)
 
 
 def test_attention_and_its_exchange() -> None:
     """14·q FLOPs a pair and layer; 48 elements of 2 bytes a token, of which half leave, forward and backward."""
-    assert parts(attention=1e3) == pytest.approx({"attention": 14 * 16 * 2 * PAIRS / 1e3})
+    assert parts(attention=1e3)["attention"] == pytest.approx(14 * 16 * 2 * PAIRS / 1e3)
     found = parts(link=1e3)
     assert found["attention"] == pytest.approx(2 * (2 * 48 * 2 * TOKENS / 2) / 1e3)
     # Weights are gathered twice in bf16 and their gradients reduced in fp32: of 8 bytes each, half come from elsewhere.
     gather_objects = 8 * 2088 / 2 / 1e3
-    assert weights_seconds(ULYSSES, speeds(link=1e3).device) == pytest.approx(gather_objects)
+    assert weights_seconds(ULYSSES, machine_of(link=1e3)) == pytest.approx(gather_objects)
     assert found.get("weights", 0.0) == pytest.approx(max(0.0, gather_objects - found["attention"]))
     # ZeRO-1 gathers bf16 weights once, and this one reduces in bf16.
-    zero1 = replace(ULYSSES, engine="zero1", reduce_bytes=2)
-    assert weights_seconds(zero1, speeds(link=1e3).device) == pytest.approx(4 * 2088 / 2 / 1e3)
+    zero1 = changed(ULYSSES, engine="zero1", communication_data_type="bf16")
+    assert weights_seconds(zero1, machine_of(link=1e3)) == pytest.approx(4 * 2088 / 2 / 1e3)
 
 
 def test_four_copies_of_a_model_also_reduce_among_themselves() -> None:
     """8 ranks, 4 copies of 2 shards: of a shard's fp32 gradients, 3 of 4 parts go there and back again."""
-    setup = replace(ULYSSES, world_size=8, dp_replicate=4)
+    setup = changed(ULYSSES, world_size=8, dp_replicate=4)
     gather_objects, shard = 8 * 2088 / 2, 4 * 2088 / 2
-    assert weights_seconds(setup, speeds(link=1e3).device) == pytest.approx((gather_objects + 2 * shard * 3 / 4) / 1e3)
+    assert weights_seconds(setup, machine_of(link=1e3)) == pytest.approx((gather_objects + 2 * shard * 3 / 4) / 1e3)
 
 
 SAVED = 64 + 64 + (64 + 64 + 16) + 128
@@ -205,7 +200,7 @@ fp32 log-sum-exp a head, 4 · 4. The MLP: gate, up, activation and product, 4 ·
 
 def test_bytes_that_are_only_moved() -> None:
     """What is saved is written and read; logits have 14 bytes. Forward once, again once, backward twice as much."""
-    assert saved_by_layer(ULYSSES) == SAVED
+    assert layer_bytes(ULYSSES).saved == SAVED
     moved = 2 * (2 * SAVED + 14 * 32) * TOKENS
     found = parts(memory=1e3)
     assert found["elementwise"] == pytest.approx((1 + 1 + 2) * moved / 1e3)
@@ -216,17 +211,17 @@ def test_bytes_that_are_only_moved() -> None:
 def test_host_memory() -> None:
     """Checkpoints of 2 · 8 bytes a token and layer go there and back, behind computation. The optimizer there reads and
     writes 28 bytes a parameter, 8 more to scale gradients and 6 to round weights, and copies 10; for both ranks."""
-    offloaded = replace(ULYSSES, activation_offloading=True)
+    offloaded = changed(ULYSSES, activation_offloading=True)
     assert parts(offloaded, host_link=1e3) == pytest.approx({"host": 2 * 2 * 16 * TOKENS / 1e3})
     assert "host" not in parts(offloaded, host_link=1e3, matmul=1e3)
-    unpinned = replace(offloaded, pins_host_memory=False)
+    unpinned = changed(offloaded, pins_host_memory=False)
     assert parts(unpinned, host_memory=1e3)["host"] == pytest.approx(3 * 2 * 2 * 16 * TOKENS * 2 / 1e3)
-    there = replace(ULYSSES, engine="zero3", offload_optimizer="cpu")
-    assert optimizer_seconds(there, speeds(host_memory=1e3)) == pytest.approx(42 * 1044 * 2 / 1e3)
-    assert optimizer_seconds(there, speeds(host_link=1e3)) == pytest.approx(10 * 1044 / 1e3)
+    there = changed(ULYSSES, engine="zero3", offload_optimizer_device="cpu")
+    assert optimizer_seconds(there, machine_of(host_memory=1e3)) == pytest.approx(42 * 1044 * 2 / 1e3)
+    assert optimizer_seconds(there, machine_of(host_link=1e3)) == pytest.approx(10 * 1044 / 1e3)
 
 
-LAUNCHED = 2 * 800 * (1 + 1 / 3)
+LAUNCHED = 2 * 800 * 1.9 * (1 + 1 / 3)
 """Launches in the time in which the host goes through both layers, forward, backward and forward again."""
 
 
@@ -234,8 +229,8 @@ def test_the_host_that_goes_through_the_layers() -> None:
     """What the device computes meanwhile hides it. Attention's kernel is launched twice a layer."""
     attention = 2 * 2 * 1e3
     assert parts(launch=1e3) == pytest.approx({"attention": attention, "launches": LAUNCHED * 1e3 - attention})
-    once = replace(ULYSSES, gradient_checkpointing=False)
-    assert parts(once, launch=1e3)["launches"] == pytest.approx(2 * 800 * 1e3 - attention)
+    once = changed(ULYSSES, activation_checkpointing=False)
+    assert parts(once, launch=1e3)["launches"] == pytest.approx(2 * 800 * 1.9 * 1e3 - attention)
     computed = 8 * MATRICES * TOKENS / 1e3 + 2 * 2 * 8.0
     assert parts(matmul=1e3, launch=8.0)["launches"] == pytest.approx(LAUNCHED * 8.0 - computed)
     assert "launches" not in parts(matmul=1e3, launch=1.0)
@@ -243,39 +238,37 @@ def test_the_host_that_goes_through_the_layers() -> None:
 
 def test_a_forward_pass_alone_also_waits_for_the_host() -> None:
     """The step computes its forward pass again, and counts experts by a forward pass of each of two micro-batches."""
-    slow = speeds(launch=1e3, attention=1e9, attention_forward=1e9)
-    step = step_time(ULYSSES, LENGTH, slow)
-    assert forward_seconds(ULYSSES, step, slow) == pytest.approx(LAUNCHED * 1e3 / 4, rel=1e-3)
-    h100 = Hardware(gpus=2, gpu_name="H100", gpu_bytes=1, host_bytes=1)
-    expect = partial(expect_step, ULYSSES, h100, length=LENGTH, multiple=2, accumulation=2, packed=False)
-    plain, counting = expect(), expect(counts_experts=True)
-    assert counting.seconds - plain.seconds == pytest.approx(2 * LAUNCHED * 5e-6 / 3, rel=0.01)
+    slow = machine_of(launch=1e3, attention=1e9)
+    step = step_seconds(ULYSSES, slow, LENGTH, [LENGTH])
+    assert forward_seconds(ULYSSES, step) == pytest.approx(LAUNCHED * 1e3 / 3, rel=1e-3)
+    two = changed(ULYSSES, micro_batches=2)
+    plain, counting = (step_seconds(two, slow, LENGTH, [LENGTH], counts_experts=counts) for counts in (False, True))
+    assert counting["experts counted"] == pytest.approx(2 * LAUNCHED * 1e3 / 3, rel=0.01)
+    assert sum(counting.values()) - sum(plain.values()) == pytest.approx(counting["experts counted"])
 
 
 def test_tokens_a_second() -> None:
     """1,024 tokens of one row on two devices; of four groups of two, four rows."""
-    found = step_time(ULYSSES, LENGTH, speeds(matmul=1e3))
-    assert found.seconds == pytest.approx(8 * MATRICES * TOKENS / 1e3)
-    assert found.tokens_per_second_per_device == pytest.approx(1024 / 2 / found.seconds)
-    assert step_time(replace(ULYSSES, world_size=8), LENGTH, speeds(matmul=1e3)).tokens == 4 * 1024
+    found = cost(ULYSSES, machine_of(matmul=1e3), LENGTH)
+    assert found.step_seconds == pytest.approx(8 * MATRICES * TOKENS / 1e3)
+    assert found.speed == pytest.approx(1024 / 2 / found.step_seconds)
+    assert cost(changed(ULYSSES, world_size=8), machine_of(matmul=1e3), LENGTH).tokens == 4 * 1024
 
 
 def test_published_speeds_of_a_device() -> None:
     """0.6 of the peak in matrices; the kernel's two passes, 4 and 10 of 14 FLOPs, one after the other."""
     h100 = Speeds.of("H100", "flash-attn 3")
-    assert h100.matmul_flops == pytest.approx(0.6 * 989e12)
-    assert (h100.attention_forward_flops, h100.attention_backward_flops) == pytest.approx(
-        (0.66 * 989e12, 0.555 * 989e12)
-    )
-    assert h100.device.attention_flops == pytest.approx(14 / (4 / 0.66 + 10 / 0.555) * 989e12)
+    assert h100.matmul == pytest.approx(0.6 * 989e12)
+    assert (h100.attention_forward, h100.attention_backward) == pytest.approx((0.66 * 989e12, 0.555 * 989e12))
+    assert h100.attention == pytest.approx(14 / (4 / 0.66 + 10 / 0.555) * 989e12)
     assert (h100.host_link, h100.host_memory) == (50e9, 95e9)
 
 
 def test_a_simulated_step_of_two_micro_batches() -> None:
     """Nothing takes time but matrices, attention and AdamW; both ranks compute equally long and wait for nobody."""
-    slow = {"matmul": 1e3, "attention": 1e6, "attention_forward": 1e6}
+    slow = {"matmul": 1e3, "attention": 1e6}
     work = RingWork.of(np.array([LENGTH]), 1)
-    step = simulate(ULYSSES, [[work], [work]], speeds(**slow))
+    step = simulate(ULYSSES, [[work], [work]], machine_of(**slow))
     one = 8 * MATRICES * TOKENS / 1e3 + (14 + 4) * 16 * 2 * PAIRS / 1e6
     assert step.compute == pytest.approx([2 * one] * 2)
     assert step.exchange == pytest.approx([0, 0])
@@ -291,7 +284,7 @@ def test_a_simulated_step_of_two_micro_batches() -> None:
 
 def test_every_byte_of_a_rank_at_the_loss() -> None:
     """FSDP2, fp32 weights, with gradients of an earlier micro-batch; the peak is at the loss."""
-    peak = predict(replace(ULYSSES, accumulates_gradients=True, fused_loss=False), LENGTH)
+    peak = cost(changed(ULYSSES, micro_batches=2, fused_loss=False), machine_of(), LENGTH)
     assert peak.moment == "loss"
     expected = {
         "parameters": 4 * 1044,
@@ -300,22 +293,21 @@ def test_every_byte_of_a_rank_at_the_loss() -> None:
         # This layer and the next in bf16, the gradient of this one, and the fp32 one that is reduced.
         "unsharded parameters": 2 * 2 * 784 + 2 * 784 + 4 * 784,
         "checkpoints": 2 * 2 * 8 * TOKENS,
-        "tokens": 40 * TOKENS,
         # The last layer's output, its norm's fp32 copy and output, and the gradient: 2 + 4 + 2 + 2.
         "hidden states": 10 * 8 * TOKENS,
         # Logits in bf16, 2, and three times in fp32: log-probabilities, their gradients and those of logits.
         "logits and loss": 14 * 32 * TOKENS,
         "fixed": 2.0e9 + 2 * 3.5e9,
     }
-    at_the_loss = sum(expected[name] for name in ("checkpoints", "tokens", "hidden states", "logits and loss"))
+    at_the_loss = sum(expected[name] for name in ("checkpoints", "hidden states", "logits and loss"))
     assert dict(peak.device) == pytest.approx(expected | {"fragmentation": 0.1 * at_the_loss})
     assert peak.allocated_bytes == pytest.approx(sum(expected.values()) - 9e9)
     # Fused: three fp32 tiles, here of all logits, and the fp32 gradient of the head.
     assert moments(ULYSSES)["loss"]["logits and loss"] == 3 * 4 * 32 * TOKENS + 4 * 32 * 8
 
 
-def moments(setup: MemorySetup) -> dict[str, dict[str, float]]:
-    return closed_form._moments(setup, LENGTH)
+def moments(shape: RunShape) -> dict[str, dict[str, float]]:
+    return memory.device_moments(shape, LENGTH, is_cpu=False)
 
 
 def test_every_byte_of_the_backward_pass_of_a_layer() -> None:
@@ -327,8 +319,7 @@ def test_every_byte_of_the_backward_pass_of_a_layer() -> None:
     assert found["MLP"]["attention"] == 144 * TOKENS
     assert found["MLP"]["MLP"] == (128 + 2 * 2 * 16 + 2 * 8) * TOKENS
     assert found["MLP"]["hidden states"] == (64 + 64) * TOKENS
-    assert found["norm"]["hidden states"] == (64 + 4 * 8 + (2 + 5 * 4) * 8) * TOKENS
-    tiled = moments(replace(ULYSSES, tiled_mlp_num_shards=4))
+    tiled = moments(changed(ULYSSES, tiled_mlp_num_shards=4))
     # A quarter of it at a time, and whole: what goes in, what comes out, and a gradient.
     assert tiled["MLP"]["MLP"] == (128 + 64 + 16) * TOKENS / 4 + 3 * 2 * 8 * TOKENS
 
@@ -346,31 +337,33 @@ def test_every_byte_of_the_backward_pass_of_a_layer() -> None:
 def test_what_a_ring_of_two_holds(backend, exchanged) -> None:
     """Beside q, k, v and the output (2 · 48), a log-sum-exp; and in the backward pass, of the output 2 · 16, of dq in
     fp32 and of a block 8 · 16, and the kernel's 2 · 32 + 2 · 2 · 16."""
-    found = moments(replace(ULYSSES, ring=2, sp_backend=backend))["attention"]
+    found = moments(changed(ULYSSES, sp=2, ring=2, backend=backend))["attention"]
     assert found["exchange"] == exchanged * TOKENS
     assert found["attention"] == (96 + 16 + 32 + 128 + 64 + 64) * TOKENS
 
 
 @pytest.mark.parametrize(
-    ("changed", "on_device"),
+    ("values", "on_device"),
     [
-        ({"gradient_checkpointing": False}, 2 * SAVED),
-        ({"selective_checkpointing": True}, 2 * (16 + 2 * 16 + 4 * 4)),  # attention's output and log-sum-exp, too
+        ({"activation_checkpointing": False}, 2 * SAVED),
+        ({"selective": True}, 2 * (16 + 2 * 16 + 4 * 4)),  # attention's output and log-sum-exp, too
         ({"every_n_layers": 2}, SAVED + 16),
         ({"activation_offloading": True}, 0),
     ],
 )
-def test_what_layers_keep_for_their_backward_pass(changed, on_device) -> None:
-    setup = replace(ULYSSES, **changed)
-    assert closed_form._checkpoints(setup, layer_bytes(setup)) == on_device
+def test_what_layers_keep_for_their_backward_pass(values, on_device) -> None:
+    shape = changed(ULYSSES, **values)
+    assert memory._checkpoints(shape, layer_bytes(shape)) == on_device
 
 
 def test_host_memory_of_a_node() -> None:
     """Two ranks: checkpoints of 2 · 8 bytes; of ZeRO-3's optimizer there fp32 weights and moments, 12 bytes, and fp32
     gradients, 4, and half as much for buffers."""
-    offloaded = predict(replace(ULYSSES, activation_offloading=True), LENGTH)
-    assert dict(offloaded.host) == {"checkpoints": 2 * 2 * 16 * TOKENS}
+    offloaded = cost(changed(ULYSSES, activation_offloading=True), machine_of(), LENGTH)
+    processes = {"processes": 2 * PROCESS_BYTES}
+    assert dict(offloaded.host) == {"checkpoints": 2 * 2 * 16 * TOKENS} | processes
     assert offloaded.device["copies in flight"] == 4 * 2 * 8 * TOKENS
-    there = replace(ULYSSES, engine="zero3", offload_optimizer="cpu", reduce_bytes=2)
+    there = changed(ULYSSES, engine="zero3", offload_optimizer_device="cpu", communication_data_type="bf16")
     expected = {"gradients": 2 * 4 * 1044, "optimizer states": 2 * 12 * 1044}
-    assert dict(predict(there, LENGTH).host) == expected | {"buffers": sum(expected.values()) / 2}
+    found = memory.host_moments(there, LENGTH, 2, is_cpu=False)["step"]
+    assert found == expected | {"buffers": sum(expected.values()) / 2, "checkpoints": 0} | processes

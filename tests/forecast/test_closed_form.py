@@ -6,6 +6,7 @@ import copy
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +23,13 @@ from transformers import (
 from benchmarks import closed_form as published
 from benchmarks.memory.step import StepSettings, trace_training_step
 from benchmarks.published import CONFIGS, HELD_BACK, PUBLISHED
-from longctx.forecast import coefficients
-from longctx.forecast.closed_form import max_length, predict, reach
-from longctx.forecast.coefficients import GB
+from benchmarks.shapes import changed, shape_of
+from longctx.forecast import memory
+from longctx.forecast.cost import cost, reach
 from longctx.forecast.documents import one_pair
-from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.memory import GB, PROCESS_BYTES
 from longctx.forecast.model_sizes import ModelSizes
+from longctx.machine.here import Machine
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -61,8 +63,8 @@ def test_committed_table_is_what_the_command_prints() -> None:
 
 
 def test_at_most_five_constants_are_fitted() -> None:
-    assert set(coefficients.FITTED) == published.GRID.keys()
-    assert len(coefficients.FITTED) <= 5
+    assert set(memory.FITTED) == published.GRID.keys()
+    assert len(memory.FITTED) <= 5
 
 
 def test_constants_are_near_the_best_fit() -> None:
@@ -110,67 +112,90 @@ def test_sizes_of_llama(llama: ModelSizes) -> None:
 
 
 MEMORY_OPTIONS = {
-    "checkpoints": {"gradient_checkpointing": False},
+    "checkpoints": {"activation_checkpointing": False},
     "offloading": {"activation_offloading": True},
     "fused loss": {"fused_loss": False},
     "tiles": {"tiled_mlp_num_shards": 0},
     "heads": {"heads_k_stride": 1, "tiled_mlp_num_shards": 0, "activation_offloading": True},
     "chunks": {"sequence_chunk_size": 8192},
-    "optimizer": {"engine": "zero3", "offload_optimizer": "cpu"},
+    "optimizer": {"engine": "zero3", "offload_optimizer_device": "cpu"},
 }
 
 
+EIGHT = Machine.of("H100", 8, host_bytes=2000 * GB)
+
+
 def test_every_memory_option_changes_the_length_the_right_way(llama: ModelSizes) -> None:
-    setup = MemorySetup(model=llama, world_size=8, sp=8, ranks_per_node=8, engine="fsdp2")
-    length = {name: max_length(replace(setup, **change), 85 * GB, 2000 * GB) for name, change in MEMORY_OPTIONS.items()}
-    base = max_length(setup, 85 * GB, 2000 * GB)
+    shape = shape_of(llama, world_size=8, sp=8, engine="fsdp2")
+    length = {name: reach(changed(shape, **change), EIGHT).length for name, change in MEMORY_OPTIONS.items()}
+    base = reach(shape, EIGHT).length
     assert max(length["checkpoints"], length["fused loss"]) < base / 3
     assert min(length["offloading"], length["optimizer"]) > 1.1 * base
     assert base < length["tiles"] < length["heads"] < length["chunks"]
 
 
 def test_reach_is_the_last_length_that_fits(llama: ModelSizes) -> None:
-    setup = MemorySetup(model=llama, world_size=8, sp=8, ranks_per_node=8, engine="fsdp2", activation_offloading=True)
-    on_device, on_host = reach(setup, 85 * GB, 2000 * GB), reach(setup, 85 * GB, 100 * GB)
+    shape = shape_of(llama, world_size=8, sp=8, engine="fsdp2", activation_offloading=True)
+    small_host = replace(EIGHT, host_bytes=100 * GB)
+    on_device, on_host = reach(shape, EIGHT), reach(shape, small_host)
     assert (on_device.binds, on_host.binds) == ("device", "host")
-    assert 0.99 * 85 * GB < predict(setup, on_device.length).device_bytes <= 85 * GB
-    assert 0.99 * 100 * GB < predict(setup, on_host.length).host_bytes <= 100 * GB
-    beside = reach(setup, 85 * GB, 2000 * GB, beside_device=10 * GB)
-    assert predict(setup, beside.length).device_bytes == pytest.approx(75 * GB, rel=0.01)
-    assert max_length(setup, 1 * GB, 2000 * GB) == 0
+    assert 0.99 * 85 * GB < cost(shape, EIGHT, on_device.length).device_bytes <= 85 * GB
+    assert 0.99 * 100 * GB < cost(shape, small_host, on_host.length).host_bytes <= 100 * GB
+    beside = reach(shape, EIGHT, beside_device=10 * GB)
+    assert cost(shape, EIGHT, beside.length).device_bytes == pytest.approx(75 * GB, rel=0.01)
+    assert reach(shape, replace(EIGHT, device_bytes=1 * GB)).length == 0
 
 
 def test_chunked_step_is_bound_by_the_host(llama: ModelSizes) -> None:
-    setup = MemorySetup(model=llama, world_size=8, sp=8, ranks_per_node=8, engine="zero3", sequence_chunk_size=8192)
-    near, far = predict(setup, 2**20), predict(setup, 2**24)
+    shape = shape_of(llama, world_size=8, sp=8, engine="zero3", sequence_chunk_size=8192)
+    near, far = cost(shape, EIGHT, 2**20), cost(shape, EIGHT, 2**24)
     of_keys = 2 * 4 * 128 * 2**24  # fp32 gradients of a rank's one key/value head, for all tokens
     assert far.device_bytes < near.device_bytes + 1.1 * of_keys
-    assert far.host_bytes == pytest.approx(16 * near.host_bytes)
-    assert reach(setup, 85 * GB, 1900 * GB).binds == "host"
+    waiting = [sum(memory.offloaded(shape, length).values()) for length in (2**20, 2**24)]
+    assert waiting[1] == pytest.approx(16 * waiting[0])
+    assert reach(shape, replace(EIGHT, host_bytes=1900 * GB)).binds == "host"
 
 
 def test_a_layer_of_a_chunked_step_waits_on_the_host(llama: ModelSizes) -> None:
     """By hand, in bf16 with q = h = 4096, k and v of 1024 each and 32 heads: q, k and v, 2 · 6144; attention's output
     and its gradient, 2 · 2 · 4096; an fp32 log-sum-exp a head; and the gradients of the layer's output and input, which
     are fp32 without an engine, 2 · 4 · 4096."""
-    setup = MemorySetup(model=llama, sequence_chunk_size=8192)
-    waits = predict(setup, 2**20).host["sequence chunks"] / 2**20
+    waits = cost(shape_of(llama, sequence_chunk_size=8192), EIGHT, 2**20).host["sequence chunks"] / 2**20
     assert waits == 2 * 6144 + 4 * 4096 + 4 * 32 + 8 * 4096
 
 
 def test_all_memory_of_a_cpu_is_the_hosts(llama: ModelSizes) -> None:
-    setup = MemorySetup(model=llama, world_size=8, sp=8, ranks_per_node=4, engine="zero3", activation_offloading=True)
-    of_gpu, of_cpu = predict(setup, 2**17), predict(replace(setup, is_cpu=True), 2**17)
+    shape = shape_of(llama, world_size=8, sp=8, engine="zero3", activation_offloading=True)
+    of_gpu, of_cpu = (cost(shape, Machine.of(device, 4, host_bytes=2000 * GB), 2**17) for device in ("H100", "CPU"))
     assert not of_cpu.device
-    assert of_cpu.host_bytes == pytest.approx(4 * of_gpu.allocated_bytes + of_gpu.host_bytes)
+    on_host = 4 * sum(memory.offloaded(shape, 2**17).values())
+    assert of_cpu.host_bytes == pytest.approx(4 * of_gpu.allocated_bytes + on_host)
 
 
 @pytest.mark.parametrize(("stage", "share"), [(1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)])
 def test_states_follow_the_zero_stage(llama: ModelSizes, stage: int, share: float) -> None:
-    setup = MemorySetup(model=llama, world_size=64, engine=f"zero{stage}", reduce_bytes=2)
-    device = predict(setup, 1).device
+    shape = shape_of(llama, world_size=64, engine=f"zero{stage}", communication_data_type="bf16")
+    device = cost(shape, EIGHT, 1).device
     states = device["parameters"] + device["gradients"] + device["optimizer states"]
     assert states == pytest.approx(share * llama.num_parameters)
+
+
+def test_the_host_is_fullest_while_weights_are_read_in_a_step_or_while_it_saves(llama: ModelSizes) -> None:
+    """Of eight ranks on a node: ZeRO-1 reads all fp32 weights on each; FSDP2 its rows, straight to its GPU."""
+    parameters = llama.num_parameters
+    zero1, zero3, fsdp2 = (shape_of(llama, world_size=8, engine=engine) for engine in ("zero1", "zero3", "fsdp2"))
+    assert cost(zero1, EIGHT, 1024).host_moment == "loading"
+    for shape, times in ((zero1, 8), (zero3, 1), (fsdp2, 0)):
+        loading = memory.host_moments(shape, 1024, 8, is_cpu=False)["loading"]
+        assert loading["weights"] == pytest.approx(times * 4 * parameters)
+    saving = cost(fsdp2, EIGHT, 1024)
+    assert saving.host_moment == "saving"
+    assert saving.host["file of a checkpoint"] == 8 * 5 * GB  # a file on each rank, of at most 5 GB
+    assert saving.host["processes"] == 8 * PROCESS_BYTES
+    offloading = changed(fsdp2, offload_param_device="cpu")
+    step = cost(offloading, EIGHT, 1 << 17)
+    assert (step.host_moment, step.host["gradients"]) == ("step", pytest.approx(4 * parameters))
+    assert "gradients" not in memory.host_moments(offloading, 1 << 17, 8, is_cpu=False)["saving"]
 
 
 def _config(**changes) -> PretrainedConfig:
@@ -191,24 +216,18 @@ TRACES = {
         {"sp": 8, "overlap_exchange": True},
         {"overlap_exchange": True},
     ),
-    "no checkpoints": (_config(), {"sp": 8, "gradient_checkpointing": False}, {}),
-    "gather 8": (_config(**SMALL_MLP), {"sp": 8, "ring": 8, "sp_backend": "gather"}, {}),
+    "no checkpoints": (_config(), {"sp": 8, "activation_checkpointing": False}, {}),
+    "gather 8": (_config(**SMALL_MLP), {"sp": 8, "ring": 8, "backend": "gather"}, {}),
 }
 
 
 @pytest.mark.parametrize("case", ["ulysses 8", pytest.param("ring 8", marks=pytest.mark.long)])
 def test_a_step_of_pairs_takes_the_memory_of_fine_tuning(case: str) -> None:
-    """To the 15% of the closed form; and in these traces, where the loss is not the peak, to 1% of each other."""
+    """To the 15% of the forecast; and in these traces, where the loss is not the peak, to 1% of each other."""
     config, given, memory_options = TRACES[case]
-    setup = MemorySetup(model=ModelSizes.of_config(config), engine="fsdp2", **given)
-    setup = replace(setup, world_size=setup.sp, selective_checkpointing=setup.ring > 1)
+    shape = published.traced_shape(ModelSizes.of_config(config), given)
     settings = StepSettings(
-        length=2**18,
-        document_lengths=one_pair(2**18),
-        sp=setup.sp,
-        sp_backend=setup.backend,
-        activation_checkpointing={"offload": setup.activation_offloading},
-        memory_options=memory_options,
+        length=2**18, document_lengths=one_pair(2**18), **_traced(published.traced_settings(shape), memory_options)
     )
     threads = torch.get_num_threads()
     pairs = trace_training_step(config, settings, loss_of=published.loss_of_pairs)
@@ -216,7 +235,11 @@ def test_a_step_of_pairs_takes_the_memory_of_fine_tuning(case: str) -> None:
     torch.set_num_threads(threads)
     assert any("AllReduce" in part or "IndexAdd" in part for part in pairs.peaks), "sums over documents"
     assert pairs.peak_bytes == pytest.approx(documents.peak_bytes, rel=0.01)
-    assert predict(setup, settings.length).allocated_bytes == pytest.approx(pairs.peak_bytes, rel=0.15)
+    assert cost(shape, EIGHT, settings.length).allocated_bytes == pytest.approx(pairs.peak_bytes, rel=0.15)
+
+
+def _traced(settings: dict[str, Any], memory_options: dict[str, Any]) -> dict[str, Any]:
+    return settings | {"memory_options": settings["memory_options"] | memory_options}
 
 
 IN_BRIEF = ("ulysses 8", "ring 8")
@@ -226,23 +249,15 @@ IN_BRIEF = ("ulysses 8", "ring 8")
     "case", [case if case in IN_BRIEF else pytest.param(case, marks=pytest.mark.long) for case in TRACES]
 )
 def test_prediction_is_near_a_trace(case: str) -> None:
-    """To 15%: a closed form counts what is large. The optimizer's step, without activations, is no part of either."""
+    """To 15%: formulas count what is large. The optimizer's step, without activations, is no part of either."""
     config, given, memory_options = TRACES[case]
-    setup = MemorySetup(model=ModelSizes.of_config(config), engine="fsdp2" if "sp" in given else "none", **given)
-    setup = replace(setup, world_size=setup.sp, selective_checkpointing=setup.ring > 1)
-    backend = setup.backend
-    checkpoints = {"offload": setup.activation_offloading} if setup.gradient_checkpointing else None
-    settings = StepSettings(
-        length=2**18 if setup.sp > 1 else 2**16,
-        sp=setup.sp,
-        engine=setup.engine,
-        sp_backend=backend,
-        activation_checkpointing=checkpoints,
-        memory_options=memory_options,
-    )
+    shape = published.traced_shape(ModelSizes.of_config(config), given)
+    length = 2**18 if shape.sp > 1 else 2**16
+    settings = StepSettings(length=length, **_traced(published.traced_settings(shape), memory_options))
     threads = torch.get_num_threads()
     trace = trace_training_step(config, settings)
     torch.set_num_threads(threads)
-    peak = predict(setup, settings.length)
-    assert peak.allocated_bytes == pytest.approx(trace.peak_bytes, rel=0.15), f"{dict(peak.device)}\n{trace.table()}"
-    assert peak.host_bytes == pytest.approx(trace.host_peak_bytes, rel=0.05)
+    moment, device = memory.largest(memory.device_moments(shape, length, is_cpu=True))
+    assert sum(device.values()) == pytest.approx(trace.peak_bytes, rel=0.15), f"{moment} {device}\n{trace.table()}"
+    on_host = sum(memory.offloaded(shape, length).values())
+    assert on_host == pytest.approx(trace.host_peak_bytes, rel=0.05)

@@ -9,19 +9,20 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import Qwen3ForCausalLM
 
+from benchmarks.shapes import shape_of
 from benchmarks.step_time import HERE
-from longctx.attention.cost import DEVICES
-from longctx.forecast import measure
-from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.cost import cost
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.forecast.step_time import Speeds, step_time
+from longctx.machine import measure
+from longctx.machine.here import Machine
+from longctx.machine.speeds import Link, Speeds
 from longctx.model.tiny import tiny_tokenizer
 
 
@@ -41,19 +42,20 @@ def speeds(tmp_path_factory) -> Speeds:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the orders of magnitude are a CPU's")
 def test_speeds_are_of_the_right_order(speeds) -> None:
-    assert 2e9 < speeds.matmul_flops < 1e12
-    for flops in (speeds.attention_forward_flops, speeds.attention_backward_flops):
-        assert 0.05 < flops / speeds.matmul_flops < 5
-    low, high = sorted((speeds.attention_forward_flops, speeds.attention_backward_flops))
-    assert low <= speeds.device.attention_flops <= high
-    for speed in (speeds.device.memory_speed, speeds.host_link, speeds.host_memory):
+    assert 2e9 < speeds.matmul < 1e12
+    for flops in (speeds.attention_forward, speeds.attention_backward):
+        assert 0.05 < flops / speeds.matmul < 5
+    low, high = sorted((speeds.attention_forward, speeds.attention_backward))
+    assert low <= speeds.attention <= high
+    for speed in (speeds.memory, speeds.host_link, speeds.host_memory):
         assert 5e8 < speed < 1e12
-    assert 1e-7 < speeds.device.launch_seconds < 1e-3
-    assert speeds.device.within == DEVICES["CPU"].within  # one process has no link to measure
+    assert 1e-7 < speeds.launch_seconds < 1e-3
+    assert speeds.within == Speeds.of("CPU").within  # one process has no link to measure
 
 
 def test_speeds_survive_json(speeds) -> None:
-    assert measure._speeds(json.loads(json.dumps(asdict(speeds)))) == speeds
+    values = json.loads(json.dumps(asdict(speeds)))
+    assert Speeds(**values | {name: Link(*values[name]) for name in ("within", "across")}) == speeds
 
 
 @pytest.mark.parametrize(
@@ -66,17 +68,11 @@ def test_what_cannot_be_measured_is_said(monkeypatch, gpus, asked, message) -> N
         measure.measure_speeds(asked)
 
 
-def test_device_memory_is_the_hosts_on_a_cpu(monkeypatch) -> None:
-    monkeypatch.setattr(measure, "device_count", lambda: 0)
-    device, host = measure.device_memory()
-    assert device == host > 2**30
-
-
 @pytest.mark.long
 def test_two_processes_measure_their_link() -> None:
     speeds = measure.measure_speeds(2)
-    assert speeds.device.within == speeds.device.across != DEVICES["CPU"].within
-    assert 1e6 < speeds.device.within.exchange < 1e12
+    assert speeds.within == speeds.across != Speeds.of("CPU").within
+    assert 1e6 < speeds.within.exchange < 1e12
 
 
 @pytest.mark.long
@@ -90,9 +86,10 @@ def test_real_steps_take_what_measured_speeds_say(speeds, tmp_path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     few, more = (_cpu_seconds(tmp_path, steps) for steps in (1, 4))
     real = (more - few) / 3
-    predicted = step_time(MemorySetup(model=ModelSizes.of_config(HERE), bf16=False), 2048, speeds)
-    print(f"{real:.2f} s, predicted {predicted.seconds:.2f} s: {dict(predicted.parts)}")
-    assert predicted.seconds == pytest.approx(real, rel=0.25)
+    machine = replace(Machine.of("CPU", 1), speeds=speeds)
+    predicted = cost(shape_of(ModelSizes.of_config(HERE), bf16=False), machine, 2048)
+    print(f"{real:.2f} s, predicted {predicted.step_seconds:.2f} s: {dict(predicted.seconds)}")
+    assert predicted.step_seconds == pytest.approx(real, rel=0.25)
 
 
 def _cpu_seconds(folder, steps: int) -> float:

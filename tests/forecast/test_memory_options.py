@@ -17,12 +17,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import longctx.sequence.host_tensors
+from benchmarks.shapes import shape_of
 from longctx.attention.kernels import Entries
 from longctx.attention.operator import selective_checkpoint_contexts, varlen_attention
-from longctx.forecast.hardware import available_host_memory
 from longctx.forecast.memory_presets import PRESETS
-from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
+from longctx.machine.here import available_host_memory
 from longctx.model.tiny import tiny_config
 from longctx.sequence.host_tensors import SavedOnHost, allocates_host_memory
 from longctx.settings.launcher import read_profile
@@ -348,11 +348,11 @@ def test_borders_that_kernels_cannot_count_are_refused():
 
 def test_the_length_that_a_refusal_names_fits():
     model = ModelSizes.of_config(tiny_config())
-    setup = MemorySetup(model=model, world_size=4, sp=4, ranks_per_node=4, engine="zero3", offload_optimizer="cpu")
-    setup = MemorySetup(**{**vars(setup), "activation_offloading": True})
+    offloads = {"offload_optimizer_device": "cpu", "activation_offloading": True}
+    shape = shape_of(model, world_size=4, sp=4, engine="zero3", **offloads)
     with pytest.raises(ValueError, match=r"checkpoints .* GiB are available\. --max_length \d+ fits") as refused:
-        check_host_memory(setup, 2**30, 4 * 2**30)
+        check_host_memory(shape, 2**30, 4, 4 * 2**30)
     fits = int(re.search(r"--max_length (\d+) fits", str(refused.value))[1])
-    check_host_memory(setup, fits, 4 * 2**30)
+    check_host_memory(shape, fits, 4, 4 * 2**30)
     with pytest.raises(ValueError, match="GiB are available"):
-        check_host_memory(setup, int(fits * 1.01), 4 * 2**30)
+        check_host_memory(shape, int(fits * 1.01), 4, 4 * 2**30)

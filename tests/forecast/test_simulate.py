@@ -14,41 +14,54 @@ from benchmarks.scaling import simulation
 from benchmarks.scaling.pictures import LOOKS
 from benchmarks.scaling.simulate import SimulatedStep, simulate
 from benchmarks.scaling.simulation import Run, pays_up_to
+from benchmarks.shapes import changed, shape_of
 from longctx.attention.choice import assumed_documents
-from longctx.attention.cost import Link, RingWork
-from longctx.forecast.memory_setup import MemorySetup
+from longctx.attention.cost import RingWork
+from longctx.forecast.cost import cost
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.forecast.step_time import Speeds, step_time, weights_seconds
+from longctx.forecast.seconds import weights_seconds
+from longctx.forecast.shape import RunShape
+from longctx.machine.here import Machine
+from longctx.machine.speeds import Link
 
 LLAMA = ModelSizes.of_config(CONFIGS["meta-llama/Llama-3.1-8B"])
-SPEEDS = Speeds.of("H100", "flash-attn 3")
-FREE = replace(SPEEDS.device, message_seconds=0.0, launch_seconds=0.0, memory_speed=math.inf)
+NODE = Machine.of("H100", 8, "flash-attn 3")
 ROW = 131_072
 
 WAYS: dict[str, dict[str, Any]] = {
     "ulysses": {"ring": 1},
     "ring": {"ring": 16},
-    "gather": {"ring": 16, "sp_backend": "gather"},
+    "gather": {"ring": 16, "backend": "gather"},
     "hybrid": {"ring": 2},
 }
 
 
-def a_setup(world_size: int, sp: int, **changed: Any) -> MemorySetup:
-    return MemorySetup(model=LLAMA, world_size=world_size, sp=sp, engine="fsdp2", **{"ranks_per_node": 8} | changed)
+def a_shape(world_size: int, sp: int, **values: Any) -> RunShape:
+    return shape_of(LLAMA, world_size=world_size, sp=sp, engine="fsdp2", **values)
+
+
+def on(**speeds: Any) -> Machine:
+    """The node with other speeds."""
+    return replace(NODE, speeds=replace(NODE.speeds, **speeds))
+
+
+def free(**speeds: Any) -> Machine:
+    """The node where only matrices, attention and these take time."""
+    return on(**{"message_seconds": 0.0, "launch_seconds": 0.0, "memory": math.inf} | speeds)
 
 
 def packed(length: int = ROW) -> np.ndarray:
     return assumed_documents(length, packed=True).rows[0]
 
 
-def works(setup: MemorySetup, micro_batches: list[list[Any]]) -> list[list[RingWork]]:
-    return [[RingWork.of(np.asarray(row), setup.ring) for row in rows] for rows in micro_batches]
+def works(shape: RunShape, micro_batches: list[list[Any]]) -> list[list[RingWork]]:
+    return [[RingWork.of(np.asarray(row), shape.ring) for row in rows] for rows in micro_batches]
 
 
 @pytest.mark.parametrize("backend", WAYS)
 def test_every_second_of_every_rank_is_accounted_for(backend) -> None:
-    setup = a_setup(32, 16, **WAYS[backend])
-    step = simulate(setup, works(setup, [[packed(), [ROW]], [[ROW // 2] * 2, packed()]]), SPEEDS)
+    shape = a_shape(32, 16, **WAYS[backend])
+    step = simulate(shape, works(shape, [[packed(), [ROW]], [[ROW // 2] * 2, packed()]]), NODE)
     total = step.compute + step.exchange + step.wait
     assert total.shape == (32,)
     assert total == pytest.approx(np.full(32, step.seconds), rel=1e-12)
@@ -64,75 +77,75 @@ def test_every_second_of_every_rank_is_accounted_for(backend) -> None:
     [
         {"ring": 1},
         {"ring": 8},
-        {"ring": 8, "sp_backend": "gather"},
+        {"ring": 8, "backend": "gather"},
         {"ring": 2},
-        {"ring": 1, "activation_offloading": True, "offload_optimizer": "cpu"},
-        {"ring": 8, "selective_checkpointing": True},
+        {"ring": 1, "activation_offloading": True, "offload_optimizer_device": "cpu"},
+        {"ring": 8, "selective": True},
     ],
     ids=str,
 )
 def test_one_row_on_one_node_is_the_step_time_model(how, documents) -> None:
     """But for what is computed again, where it takes the mean of ranks of which here the slowest counts."""
-    setup = a_setup(8, 8, **how)
-    expected = step_time(setup, 8 * ROW, SPEEDS, documents=[int(n) for n in documents])
-    step = simulate(setup, works(setup, [[documents]]), SPEEDS)
-    assert step.seconds == pytest.approx(expected.seconds, rel=0.01)
-    assert step.tokens_per_second_per_device == pytest.approx(expected.tokens_per_second_per_device, rel=0.01)
+    shape = a_shape(8, 8, **how)
+    expected = cost(shape, NODE, 8 * ROW, [int(n) for n in documents])
+    step = simulate(shape, works(shape, [[documents]]), NODE)
+    assert step.seconds == pytest.approx(expected.step_seconds, rel=0.01)
+    assert step.tokens_per_second_per_device == pytest.approx(expected.speed, rel=0.01)
 
 
 @pytest.mark.parametrize("how", [{"ring": 1}, {"ring": 8}], ids=str)
 def test_short_rows_wait_for_the_host(how) -> None:
-    setup = a_setup(8, 8, **how)
-    expected = step_time(setup, 2048, SPEEDS)
-    assert expected.parts["launches"] > 0.3 * expected.seconds
-    step = simulate(setup, works(setup, [[[2048]]]), SPEEDS)
-    assert step.seconds == pytest.approx(expected.seconds, rel=0.01)
+    shape = a_shape(8, 8, **how)
+    expected = cost(shape, NODE, 2048)
+    assert expected.seconds["launches"] > 0.3 * expected.step_seconds
+    step = simulate(shape, works(shape, [[[2048]]]), NODE)
+    assert step.seconds == pytest.approx(expected.step_seconds, rel=0.01)
     assert step.efficiency <= 1 + 1e-12
 
 
 def test_groups_wait_for_the_one_with_the_longest_document() -> None:
-    speeds = replace(SPEEDS, device=replace(FREE, within=Link.of(math.inf), across=Link.of(math.inf)))
-    setup = a_setup(16, 8, ring=1, selective_checkpointing=True)
-    step = simulate(setup, works(setup, [[[ROW // 8] * 8, [ROW]]]), speeds)
+    speeds = free(within=Link(math.inf, math.inf), across=Link(math.inf, math.inf))
+    shape = a_shape(16, 8, ring=1, selective=True)
+    step = simulate(shape, works(shape, [[[ROW // 8] * 8, [ROW]]]), speeds)
     pairs = (ROW**2 - 8 * (ROW // 8) ** 2) / 2
-    ahead = pairs / 8 * 14 * LLAMA.query_size * LLAMA.num_layers / SPEEDS.device.attention_flops
+    ahead = pairs / 8 * 14 * LLAMA.query_size * LLAMA.num_layers / NODE.speeds.attention
     assert step.wait == pytest.approx([ahead] * 8 + [0.0] * 8, rel=1e-6, abs=1e-9)
     assert step.exchange.max() == 0
 
 
 def test_a_slow_link_between_nodes_keeps_all_ranks_of_a_ring_waiting() -> None:
     """At each hop some ranks receive from the other node, and the others have to wait for these to send."""
-    speeds = replace(SPEEDS, device=replace(FREE, across=Link.of(1e9)))
-    setup = a_setup(16, 16, ring=16)
-    step = simulate(setup, works(setup, [[[ROW]]]), speeds)
+    speeds = free(across=Link(1e9, 1e9))
+    shape = a_shape(16, 16, ring=16)
+    step = simulate(shape, works(shape, [[[ROW]]]), speeds)
     assert step.exchange.min() > 0.7 * step.exchange.max() > 5 * step.compute.max()
     assert step.wait.min() > step.compute.max()
-    hybrid = a_setup(16, 16, ring=2)
+    hybrid = a_shape(16, 16, ring=2)
     assert simulate(hybrid, works(hybrid, [[[ROW]]]), speeds).seconds < step.seconds / 3
 
 
 def test_what_computation_cannot_hide_of_the_weights_counts() -> None:
-    setup = a_setup(64, 8, ring=1)
-    slow = replace(SPEEDS, device=replace(SPEEDS.device, across=Link.of(1e9)))
-    (fast_step, slow_step) = (simulate(setup, works(setup, [[[8192]] * 8]), s) for s in (SPEEDS, slow))
-    hidden = weights_seconds(setup, slow.device) - (slow_step.seconds - fast_step.seconds)
-    assert weights_seconds(setup, slow.device) == pytest.approx(8 * LLAMA.num_parameters * 56 / 64 / 8e9, rel=0.05)
+    shape = a_shape(64, 8, ring=1)
+    slow = on(across=Link(1e9, 1e9))
+    (fast_step, slow_step) = (simulate(shape, works(shape, [[[8192]] * 8]), s) for s in (NODE, slow))
+    hidden = weights_seconds(shape, slow) - (slow_step.seconds - fast_step.seconds)
+    assert weights_seconds(shape, slow) == pytest.approx(8 * LLAMA.num_parameters * 56 / 64 / 8e9, rel=0.05)
     assert 0 < hidden < fast_step.seconds
-    long = works(setup, [[[4 * ROW]] * 8])
-    assert simulate(setup, long, slow).seconds == pytest.approx(simulate(setup, long, SPEEDS).seconds, rel=0.01)
+    long = works(shape, [[[4 * ROW]] * 8])
+    assert simulate(shape, long, slow).seconds == pytest.approx(simulate(shape, long, NODE).seconds, rel=0.01)
 
 
 def test_rows_that_do_not_suit_the_devices_are_refused() -> None:
-    setup = a_setup(16, 8, ring=8)
+    shape = a_shape(16, 8, ring=8)
     row = RingWork.of(np.array([ROW]), 8)
     with pytest.raises(ValueError, match=r"Micro-batches of 1 rows do not suit 2 groups \(16 devices / sp 8\)"):
-        simulate(setup, [[row]], SPEEDS)
+        simulate(shape, [[row]], NODE)
     with pytest.raises(ValueError, match="Micro-batches of no rows"):
-        simulate(setup, [], SPEEDS)
+        simulate(shape, [], NODE)
     with pytest.raises(ValueError, match=r"rings of \[1\] do not suit ring 8"):
-        simulate(setup, works(replace(setup, ring=1), [[[ROW]] * 2]), SPEEDS)
+        simulate(shape, works(changed(shape, sp=8, ring=1), [[[ROW]] * 2]), NODE)
     with pytest.raises(ValueError, match="equally many tokens"):
-        simulate(setup, [[row, RingWork.of(np.array([ROW // 2]), 8)]], SPEEDS)
+        simulate(shape, [[row, RingWork.of(np.array([ROW // 2]), 8)]], NODE)
 
 
 def test_rows_of_the_benchmark_are_full_and_spread_as_far_as_heads_and_rows_allow() -> None:

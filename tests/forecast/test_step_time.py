@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.published import HELD_BACK, PUBLISHED
-from benchmarks.step_time import SPEEDS, chunked, comparison, modelled, timed
+from benchmarks.shapes import changed
+from benchmarks.step_time import MACHINE, chunked, comparison, modelled, timed
 from longctx.attention.kernels.choose import LONG_DOCUMENT
-from longctx.forecast.step_time import Speeds, step_time
+from longctx.forecast.seconds import step_seconds
+from longctx.forecast.shape import RunShape
+from longctx.machine.here import Machine
+from longctx.machine.speeds import Speeds
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("path", "count"), [(PUBLISHED, 11), (HELD_BACK, 7)])
 def test_published_step_times_are_met_within_a_quarter(path, count) -> None:
-    errors = [abs(modelled(row).seconds / row.published.seconds - 1) for row in timed(path)]
+    errors = [abs(sum(modelled(row).values()) / row.published.seconds - 1) for row in timed(path)]
     assert len(errors) >= count
     assert max(errors) < 0.25
     assert statistics.median(errors) < 0.05
@@ -31,40 +34,49 @@ def test_committed_table_is_what_the_command_prints() -> None:
         assert "\n".join(comparison(path)) in text
 
 
+def parts(shape: RunShape, length: int) -> dict[str, float]:
+    return step_seconds(shape, MACHINE, length, [length])
+
+
 def test_optimizer_on_the_host_waits_for_its_memory() -> None:
     """A node's ranks share it; what is not pinned goes through it more often."""
-    setup = replace(chunked(False), sequence_chunk_size=None, engine="zero3", offload_optimizer="cpu")
-    seconds = step_time(setup, 100_000, SPEEDS).parts["optimizer"]
+    shape = changed(chunked(False), sequence_chunk_size=None, engine="zero3", offload_optimizer_device="cpu")
+    seconds = parts(shape, 100_000)["optimizer"]
     assert 8e9 * 42 / 95e9 < seconds < 8.1e9 * 42 / 95e9 + 0.5
-    unpinned = step_time(replace(setup, pins_host_memory=False), 100_000, SPEEDS).parts["optimizer"]
+    unpinned = parts(changed(shape, pins_host_memory=False), 100_000)["optimizer"]
     assert unpinned == pytest.approx(8.03e9 * 72 / 95e9, rel=0.01)
 
 
 def test_what_costs_time_does() -> None:
-    base = replace(chunked(False), sequence_chunk_size=None, activation_offloading=True)
+    base = changed(chunked(False), sequence_chunk_size=None, activation_offloading=True)
     seconds = {
         "base": base,
-        "no checkpoints": replace(base, gradient_checkpointing=False, activation_offloading=False),
-        "attention kept": replace(base, selective_checkpointing=True),
+        "no checkpoints": changed(base, activation_checkpointing=False, activation_offloading=False),
+        "attention kept": changed(base, selective=True),
         "chunks": chunked(False),
-        "optimizer on the host": replace(base, offload_optimizer="cpu"),
-        "ring": replace(base, ring=8),
+        "optimizer on the host": changed(base, offload_optimizer_device="cpu"),
+        "ring": changed(base, sp=8, ring=8),
     }
-    found = {name: step_time(setup, 1_000_000, SPEEDS).seconds for name, setup in seconds.items()}
+    found = {name: sum(parts(shape, 1_000_000).values()) for name, shape in seconds.items()}
     assert found["no checkpoints"] < found["attention kept"] < found["base"] < found["chunks"]
     assert found["base"] < found["optimizer on the host"]
     assert found["ring"] > found["base"]
-    documents = step_time(base, 1_000_000, SPEEDS, documents=[10_000] * 100)
-    assert documents.seconds < found["base"] / 5
+    documents = step_seconds(base, MACHINE, 1_000_000, [10_000] * 100)
+    assert sum(documents.values()) < found["base"] / 5
 
 
 def test_a_long_document_that_is_alone_has_the_speed_of_cudnn() -> None:
+    def speeds(device: str, documents: list[int]) -> Speeds:
+        return Machine.of(device, 8).with_documents(documents).speeds
+
     h200 = "NVIDIA H200"
-    assert Speeds.of_device(h200, [LONG_DOCUMENT]) == Speeds.of("H200", "cuDNN")
+    assert speeds(h200, [LONG_DOCUMENT]) == Speeds.of("H200", "cuDNN")
     for documents in ([LONG_DOCUMENT - 1], [LONG_DOCUMENT, LONG_DOCUMENT]):
-        assert Speeds.of_device(h200, documents) == Speeds.of("H200", "flash-attn 2")
-    assert Speeds.of_device("NVIDIA A100-SXM4-80GB", [1 << 20]) == Speeds.of("A100", "flash-attn 2")  # which has none
-    assert Speeds.of_device("NVIDIA GeForce RTX 2080", [1 << 20]) is None
+        assert speeds(h200, documents) == Speeds.of("H200", "flash-attn 2")
+    assert speeds("NVIDIA A100-SXM4-80GB", [1 << 20]) == Speeds.of("A100", "flash-attn 2")  # which has none
+    assert not Machine.of("NVIDIA GeForce RTX 2080", 8).is_known
+    named = Machine.of("H100", 8, "flash-attn 2")  # a kernel that is asked for computes all documents
+    assert named.with_documents([1 << 20]) == named
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,7 @@ def _place() -> Iterator[Callable[[Case], Any]]:
 
     Adapter: all that this module knows of the inside of longctx.
     """
-    from longctx.forecast.hardware import Hardware
-
+    from longctx.machine.here import Machine
     from longctx.settings.launcher import read_profile
     from longctx.settings.read import parse_flags
     from longctx.settings.resolve import resolve
@@ -83,9 +82,9 @@ def _place() -> Iterator[Callable[[Case], Any]]:
         def resolved(case: Case) -> Any:
             gpus = MACHINES[case.machine]
             name, host = ("NVIDIA H100 80GB HBM3", 221 * gpus) if gpus else ("CPU", 64)
-            hardware = Hardware(gpus=gpus, gpu_name=name, gpu_bytes=int(79.2 * GIB) * (gpus > 0), host_bytes=host * GIB)
+            here = Machine.of(name, max(gpus, 1), device_bytes=int(79.2 * GIB) * (gpus > 0), host_bytes=host * GIB)
             patch.setattr("longctx.settings.resolve.device_count", lambda: gpus)
-            patch.setattr(Hardware, "here", lambda gpus: hardware)
+            patch.setattr(Machine, "here", lambda gpus: here)
             patch.setattr("longctx.settings.machine_checks.available_host_memory", lambda: host * GIB)
             env, given = dict(case.env), [word.replace("ROOT", str(ROOT)) for word in case.given]
             try:

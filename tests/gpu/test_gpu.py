@@ -17,7 +17,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Qwen3Config
 from longctx import parallelize
 from longctx.attention.kernels.check import BOUNDS, make_entries, make_inputs
 from longctx.attention.kernels.choose import candidates, choose_kernel, prefer
-from longctx.forecast.closed_form import predict
 from longctx.layers.loss import _of_dtype
 from longctx.layers.loss_tile import BOUND_OF_OUTPUTS, kernel_agrees
 from longctx.model.tiny import tiny_tokenizer
@@ -367,8 +366,8 @@ def test_the_peak_of_memory_is_the_one_predicted(memory_option, tmp_path):
         str(tmp_path / "out"),
         *PREDICTED[memory_option],
     ]
-    setup = resolve(parse_flags(flags), read_profile(), os.environ).memory_setup(1)  # before the folder has a run
-    predicted = predict(setup, PEAK_LENGTH).allocated_bytes
+    run = resolve(parse_flags(flags), read_profile(), os.environ)  # before the folder has a run
+    predicted = run.cost().allocated_bytes
     torch.cuda.reset_peak_memory_stats()
     log_of(flags)
     assert predicted == pytest.approx(torch.cuda.max_memory_allocated(), rel=OF_A_PEAK)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import longctx
+from benchmarks.shapes import changed, shape_of
+from longctx.attention.backends import BACKENDS
 from longctx.attention.operator import LocalSchedule
-from longctx.forecast.memory_options import RunTraits, check_combinations
+from longctx.forecast.memory_options import check_combinations
 from longctx.forecast.memory_presets import asked_memory_options, memory_flags, resolve_memory_options
+from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.tiny import tiny_config, tiny_model
 from longctx.settings.read import parse_flags
+from tests.toy_backend import TOY
 
 # The older name works everywhere.
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
@@ -122,17 +127,7 @@ def test_a_model_has_only_so_many_layers(run, memory_options, message):
         run(**memory_options)
 
 
-PLACE = RunTraits(
-    backend_can_chunk=True,
-    exchanges_heads=True,
-    engine="fsdp2",
-    zero_stage=None,
-    bf16=True,
-    local_tokens=4096,
-    has_linear_attention=False,
-    num_layers=LAYERS,
-    is_compiled=False,
-)
+SHAPE = shape_of(replace(ModelSizes.of_config(tiny_config()), num_layers=LAYERS), world_size=2, sp=2, engine="fsdp2")
 
 
 def of_kwargs(kwargs):
@@ -157,25 +152,27 @@ def asked_by(flags):
 )
 def test_numbers_of_layers_that_cannot_be_are_refused(kwargs, message):
     with pytest.raises(ValueError, match=message.replace(".", r"\.")):
-        resolve_memory_options("balanced", of_kwargs(kwargs), PLACE, checkpoints_by_default=True)
+        resolve_memory_options("balanced", of_kwargs(kwargs), SHAPE, 4096)
 
 
 def test_numbers_of_layers_need_checkpoints_and_whole_layers():
     asked = of_kwargs('{"whole_layers": 1}')
     with pytest.raises(ValueError, match="sets whole_layers, and activation checkpointing is off"):
-        resolve_memory_options(
-            "balanced", {**asked, "activation_checkpointing": False}, PLACE, checkpoints_by_default=True
-        )
+        resolve_memory_options("balanced", {**asked, "activation_checkpointing": False}, SHAPE, 4096)
     with pytest.raises(ValueError, match="leaves no whole layer that whole_layers could act on"):
-        resolve_memory_options("balanced", {**asked, "sequence_chunk_size": 64}, PLACE, checkpoints_by_default=True)
-    assert not resolve_memory_options("fastest", asked, PLACE, checkpoints_by_default=True).set_by_preset
-    check_combinations(resolve_memory_options("balanced", asked, PLACE, checkpoints_by_default=True), PLACE)
+        resolve_memory_options("balanced", {**asked, "sequence_chunk_size": 64}, SHAPE, 4096)
+    assert not resolve_memory_options("fastest", asked, SHAPE, 4096).set_by_preset
+    check_combinations(resolve_memory_options("balanced", asked, SHAPE, 4096), SHAPE)
 
 
 def test_chunks_need_a_backend_that_has_them():
-    place = PLACE._replace(backend_can_chunk=False)
-    with pytest.raises(ValueError, match="--sequence_chunk_size 64 is not supported by this run's attention backend"):
-        resolve_memory_options("balanced", {"sequence_chunk_size": 64}, place, checkpoints_by_default=True)
+    BACKENDS.register(TOY)
+    try:
+        shape = changed(SHAPE, sp=2, ring=2, backend="toy")
+        with pytest.raises(ValueError, match="64 is not supported by this run's attention backend"):
+            resolve_memory_options("balanced", {"sequence_chunk_size": 64}, shape, 4096)
+    finally:
+        del BACKENDS["toy"]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +189,7 @@ def test_chunks_need_a_backend_that_has_them():
 )
 def test_memory_options_by_layer_are_described_and_their_flags_ask_for_them(kwargs, text):
     asked = of_kwargs(kwargs)
-    memory_options = resolve_memory_options("balanced", asked, PLACE, checkpoints_by_default=True)
+    memory_options = resolve_memory_options("balanced", asked, SHAPE, 4096)
     assert memory_options.describe() == text
     flags = memory_flags(asked)
     assert asked_by(flags) == asked

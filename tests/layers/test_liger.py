@@ -13,8 +13,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from longctx.forecast.closed_form import predict
+from longctx.forecast.cost import cost
 from longctx.layers.liger import BOUNDS, LIGER_MODELS, describe_liger, fuses_layers, liger_parts
+from longctx.machine.here import Machine
 from longctx.model.load import load_config
 from longctx.model.tiny import tiny_config
 from longctx.run import preparation
@@ -203,16 +204,16 @@ def test_on_a_gpu_the_run_says_what_liger_computes(monkeypatch, tmp_path):
     says = "RMSNorm, SwiGLU, rotary embeddings by Liger's Triton kernels; the loss is longctx's own"
     assert any(line.startswith(f"liger     {says}") for line in run.describe())
     assert not run.training_arguments()["use_liger_kernel"]  # else transformers would apply it again, with its loss
-    assert run.memory_setup(1).fused_layers
+    assert run.shape.fused_layers
     run = resolved("--use_liger_kernel", "True", "--liger_kernel_config", '{"swiglu": false}')
     assert run.liger_parts == ("rms_norm", "rope")
-    assert not run.memory_setup(1).fused_layers
+    assert not run.shape.fused_layers
 
 
 def test_the_forecast_has_fewer_bytes_with_liger(monkeypatch):
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 2)
-    setups = [resolved("--use_liger_kernel", asked).memory_setup(1) for asked in ("True", "False")]
-    with_liger, without = (sum(predict(setup, 100_000).device.values()) for setup in setups)
+    shapes = [resolved("--use_liger_kernel", asked).shape for asked in ("True", "False")]
+    with_liger, without = (cost(shape, Machine.of("H100", 2), 100_000).device_bytes for shape in shapes)
     assert with_liger < without
 
 
@@ -274,7 +275,7 @@ def test_kernels_that_disagree_are_left_out_unless_they_are_asked_for(monkeypatc
     assert preparation._with_exact_liger(default, args) is default
     wrong = True
     run = preparation._with_exact_liger(default, args)
-    assert (run.liger_parts, run.memory_setup(1).fused_layers) == (None, False)
+    assert (run.liger_parts, run.shape.fused_layers) == (None, False)
     assert "Liger's kernels are off, and steps take longer: Liger's kernel of RMSNorm is off by 3e-01" in run.notes
     with pytest.raises(ValueError, match="RMSNorm is off"):
         preparation._with_exact_liger(asked_for, args)

@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from longctx.attention.choice import Documents, choose_backend
 from longctx.attention.cost import Setup
+from longctx.machine.here import Machine
 from longctx.model.allow_list import (
     CAUSAL_MODELS,
     GATED_DELTA_MODELS,
@@ -36,7 +37,7 @@ PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_facto
 
 
 def setup_of(config, sp):
-    return Setup.of_model(config, sp, element_size=4, device_name="CPU", devices_per_node=8)
+    return Setup.of_model(config, sp, element_size=4, machine=Machine.of("CPU", 8))
 
 
 ONE_DOCUMENT = Documents(rows=[np.array([64])], source="one document")

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3MoeConfig
 
-from longctx.forecast.closed_form import placed_states
+from longctx.forecast.memory import states
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.load import load_config, load_model
 from longctx.model.quantized import ALIGNMENT, ShardableLinear4bit, loading_pieces, make_shardable
@@ -132,7 +132,7 @@ def run_spread(cases):
             "trained in": {parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad},
             "all parameters": sum(tensor.numel() * tensor.element_size() for tensor in parameters),
         }
-        results[case] = trainer.state.log_history, held, placed_states(prepared.run.memory_setup(1))["parameters"]
+        results[case] = trainer.state.log_history, held, states(prepared.run.shape)["parameters"]
     return results
 
 

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 from transformers import CONFIG_MAPPING
 
+from benchmarks.shapes import shape_of
 from longctx.attention.cost import Arrangement, Setup
-from longctx.forecast.closed_form import _moments
-from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.memory import device_moments
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.forecast.step_time import Speeds, step_time
+from longctx.forecast.seconds import step_seconds
+from longctx.forecast.shape import RunShape
+from longctx.machine.here import Machine
 from longctx.model.recurrent import num_mixing_layers, recurrent_sizes
 from longctx.recurrent.cost import recurrent_time
 from longctx.recurrent.pieces import Pieces
@@ -22,8 +24,15 @@ ULYSSES, RING = (Arrangement(name=name, ring=ring, ulysses=8 // ring) for name, 
 TOKENS = 8 * 16_384
 
 
+H100S = Machine.of("H100", 8, "flash-attn 3")
+
+
+def in_attention(shape: RunShape, tokens: int) -> dict[str, float]:
+    return device_moments(shape, tokens, is_cpu=False)["attention"]
+
+
 def setup_of(per_node: int) -> Setup:
-    return Setup.of_model(NEXT, 8, element_size=2, device_name="H100", devices_per_node=per_node)
+    return Setup.of_model(NEXT, 8, element_size=2, machine=Machine.of("H100", per_node))
 
 
 def test_sizes_of_a_known_model():
@@ -44,7 +53,7 @@ def test_bytes_decide_between_nodes():
     """By heads, a rank sends 7/8 of its tokens' elements four times; between nodes that takes longer than the maps."""
     time = recurrent_time(setup_of(per_node=1), ULYSSES, TOKENS)
     sent = 2 * recurrent_sizes(NEXT).exchanged * 16_384 * 2 * 7 / 8
-    assert time.by_heads >= sent / setup_of(1).device.across.exchange
+    assert time.by_heads >= sent / setup_of(1).machine.speeds.across.exchange
     assert not time.prefers_heads
     assert recurrent_time(setup_of(per_node=8), ULYSSES, TOKENS).by_heads < time.by_heads / 3
 
@@ -52,7 +61,7 @@ def test_bytes_decide_between_nodes():
 def test_a_ring_gives_two_maps_for_each_rank():
     less, more = (recurrent_time(setup_of(1), way, TOKENS).by_states for way in (ULYSSES, RING))
     gathered = 4 * recurrent_sizes(NEXT).given * 8
-    assert more - less >= 2 * gathered * 7 / 8 / setup_of(1).device.across.exchange
+    assert more - less >= 2 * gathered * 7 / 8 / setup_of(1).machine.speeds.across.exchange
 
 
 def test_forecasts_count_what_kimi_delta_attention_writes():
@@ -60,17 +69,13 @@ def test_forecasts_count_what_kimi_delta_attention_writes():
     sizes = recurrent_sizes(CONFIG_MAPPING["kimi_linear"]())
     assert sizes.written == 64 * 4096
     llama = replace(ModelSizes.of_config(CONFIG_MAPPING["llama"](num_hidden_layers=4)), num_recurrent_layers=3)
-    setups = [
-        MemorySetup(model=replace(llama, recurrent=of), world_size=1, sp=1, engine="none")
-        for of in (sizes, replace(sizes, written=0))
-    ]
-    scans = [[_moments(setup, tokens)["attention"]["scan"] for tokens in (512, 1024, TOKENS)] for setup in setups]
+    shapes = [shape_of(replace(llama, recurrent=of)) for of in (sizes, replace(sizes, written=0))]
+    scans = [[in_attention(shape, tokens)["scan"] for tokens in (512, 1024, TOKENS)] for shape in shapes]
     assert scans == [[6 * 4 * sizes.written * tokens for tokens in (512, 1024, 1024)], [0, 0, 0]]
-    speeds = Speeds.of("H100", "flash-attn 3")
-    more, none = (step_time(setup, TOKENS, speeds).parts["recurrent"] for setup in setups)
-    assert more - none >= 3 * 5 * 15 * 4 * sizes.written * TOKENS / speeds.device.memory_speed * 0.99
+    more, none = (step_seconds(shape, H100S, TOKENS, [TOKENS])["recurrent"] for shape in shapes)
+    assert more - none >= 3 * 5 * 15 * 4 * sizes.written * TOKENS / H100S.speeds.memory * 0.99
     kimi = replace(setup_of(8), recurrent=sizes)
-    apart = replace(kimi, recurrent=setups[1].model.recurrent)
+    apart = replace(kimi, recurrent=shapes[1].model.recurrent)
     assert recurrent_time(kimi, RING, TOKENS).by_states > 2 * recurrent_time(apart, RING, TOKENS).by_states
     assert recurrent_time(kimi, RING, TOKENS).prefers_heads
 
@@ -97,13 +102,13 @@ def test_forecasts_count_scans_and_maps(sp, ring, slots):
     The gathered maps are counted among what attention's backward pass makes.
     """
     model = replace(ModelSizes.of_config(CONFIG_MAPPING["llama"](num_hidden_layers=4)), recurrent=recurrent_sizes(NEXT))
-    setup = MemorySetup(model=replace(model, num_recurrent_layers=3, num_attention_layers=1), world_size=8, sp=sp)
-    setup = replace(setup, ring=ring, ranks_per_node=8, engine="fsdp2", sp_backend="ring" if ring > 1 else None)
-    parts = step_time(setup, TOKENS, Speeds.of("H100", "flash-attn 3")).parts
-    whole = step_time(replace(setup, model=model), TOKENS, Speeds.of("H100", "flash-attn 3")).parts
-    scan = recurrent_sizes(NEXT).flops * TOKENS / sp / Speeds.of("H100", "flash-attn 3").attention_forward_flops
+    mixed = replace(model, num_recurrent_layers=3, num_attention_layers=1)
+    shape = shape_of(mixed, world_size=8, sp=sp, ring=ring, engine="fsdp2")
+    parts = step_seconds(shape, H100S, TOKENS, [TOKENS])
+    whole = step_seconds(replace(shape, model=model), H100S, TOKENS, [TOKENS])
+    scan = recurrent_sizes(NEXT).flops * TOKENS / sp / H100S.speeds.attention_forward
     assert parts["recurrent"] >= 3 * 4 * scan
     assert parts["attention"] == pytest.approx(whole["attention"] / 4)
-    plain = replace(setup, model=replace(model, recurrent=None))
-    more, none = (_moments(each, TOKENS)["attention"]["exchange"] for each in (setup, plain))
+    plain = replace(shape, model=replace(model, recurrent=None))
+    more, none = (in_attention(each, TOKENS)["exchange"] for each in (shape, plain))
     assert more - none == pytest.approx(2 * 4 * recurrent_sizes(NEXT).given * sp * slots)

@@ -19,11 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longctx.forecast.closed_form import max_length, predict
-from longctx.forecast.hardware import host_bytes
-from longctx.forecast.memory_setup import MemorySetup
+from benchmarks.shapes import changed, shape_of
+from longctx.forecast.cost import cost, reach
 from longctx.forecast.model_sizes import ModelSizes
+from longctx.forecast.shape import RunShape
 from longctx.launch.terminal import token_label
+from longctx.machine.here import Machine, host_bytes
 from longctx.model.tiny import tiny_config, tiny_model
 from longctx.report.memory_advice import (
     MEMORY_OPTIONS,
@@ -47,8 +48,11 @@ SP = 2
 
 
 @pytest.fixture(scope="module")
-def setup() -> MemorySetup:
-    return MemorySetup(model=ModelSizes.of_config(tiny_config()), world_size=8, sp=4, ranks_per_node=8, engine="fsdp2")
+def shape() -> RunShape:
+    return shape_of(ModelSizes.of_config(tiny_config()), world_size=8, sp=4, engine="fsdp2")
+
+
+NODE = Machine.of("H100", 8, host_bytes=1000 * 2**30)
 
 
 def peaks(allocated, host, *, retries=0, device_total=80 * GIB, host_total=1000 * GIB) -> PeakMemory:
@@ -64,40 +68,40 @@ def resolved(*flags: str):
 # How far
 
 
-def test_a_run_as_predicted_reaches_the_predicted_length(setup) -> None:
+def test_a_run_as_predicted_reaches_the_predicted_length(shape) -> None:
     length, total = 2**20, 40 * GIB
-    predicted = predict(setup, length)
-    measured = int(predicted.allocated_bytes)
-    said = describe_reach(setup, peaks([measured - 5, measured] * 4, [GIB] * 8, device_total=total), length)
-    longest = token_label(max_length(setup, total, 1e15), 2)
+    predicted = cost(shape, NODE, length)
+    measured, host = int(predicted.allocated_bytes), int(predicted.host_bytes / 8)
+    said = describe_reach(shape, NODE, peaks([measured - 5, measured] * 4, [host] * 8, device_total=total), length)
+    longest = token_label(reach(shape, replace(NODE, device_bytes=total)).length, 2)
     assert said == f"peak {measured / GIB:.1f} of 40.0 GiB on rank 1; these settings reach about {longest} tokens"
 
 
-def test_a_run_that_took_more_reaches_less(setup) -> None:
+def test_a_run_that_took_more_reaches_less(shape) -> None:
     def reached(took: float) -> float:
-        said = describe_reach(setup, peaks([int(took)] * 8, [GIB] * 8), 2**20)
+        said = describe_reach(shape, NODE, peaks([int(took)] * 8, [GIB] * 8), 2**20)
         number = re.search(r"about ([\d.,]+)([kM]) tokens", said)
         assert number is not None
         return float(number[1].replace(",", "")) * {"k": 1e3, "M": 1e6}[number[2]]
 
-    predicted = predict(setup, 2**20).allocated_bytes
-    slope = (predict(setup, 2**21).device_bytes - predict(setup, 2**20).device_bytes) / 2**20
-    assert reached(predicted) - reached(predicted + 10 * GIB) == pytest.approx(10 * GIB / slope, rel=0.05)
+    predicted = cost(shape, NODE, 2**20)
+    slope = (cost(shape, NODE, 2**21).device_bytes - predicted.device_bytes) / 2**20
+    took = predicted.allocated_bytes
+    assert reached(took) - reached(took + 10 * GIB) == pytest.approx(10 * GIB / slope, rel=0.05)
 
 
-def test_full_host_memory_is_named(setup) -> None:
-    offloads = replace(setup, activation_offloading=True)
-    host = int(predict(offloads, 2**20).host_bytes / 8)
-    device = int(predict(offloads, 2**20).allocated_bytes)
-    said = describe_reach(offloads, peaks([device] * 8, [host] * 8, host_total=16 * host), 2**20)
+def test_full_host_memory_is_named(shape) -> None:
+    offloads = changed(shape, activation_offloading=True)
+    near, far = (cost(offloads, NODE, length) for length in (2**20, 2**21))
+    host, total = int(near.host_bytes / 8), int(far.host_bytes)
+    measured = peaks([int(near.allocated_bytes)] * 8, [host] * 8, host_total=total)
+    said = describe_reach(offloads, NODE, measured, 2**20)
     assert said.endswith("these settings reach about 2.1M tokens, where host memory is full")
 
 
-def test_on_a_cpu_all_ranks_of_a_machine_share_its_memory(setup) -> None:
-    on_cpu = replace(setup, is_cpu=True, ranks_per_node=4)
-    said = describe_reach(
-        on_cpu, peaks([0] * 8, [2 * GIB] * 7 + [3 * GIB], device_total=0, host_total=100 * GIB), 2**20
-    )
+def test_on_a_cpu_all_ranks_of_a_machine_share_its_memory(shape) -> None:
+    measured = peaks([0] * 8, [2 * GIB] * 7 + [3 * GIB], device_total=0, host_total=100 * GIB)
+    said = describe_reach(shape, Machine.of("CPU", 4), measured, 2**20)
     assert said.startswith("peak 9.0 of 100.0 GiB of host memory, by the 4 ranks of a machine; these settings reach ")
 
 

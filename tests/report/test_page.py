@@ -10,8 +10,8 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from longctx.forecast.closed_form import Breakdown
-from longctx.forecast.expected_step import ExpectedStep
+from longctx.forecast.cost import Cost
+from longctx.machine.here import Machine
 from longctx.regions import PARTS
 from longctx.report import svg as charts
 from longctx.report.charts import MOST_ROWS, all_charts
@@ -146,16 +146,25 @@ def test_a_page_of_an_evaluation_alone_has_its_loss():
 
 def test_a_page_shows_what_the_run_has_shown_and_what_was_predicted():
     history = [{"step": 1, "loss": 2.0, "tokens_per_second_per_device": 1500.0, "peak_memory_gib_max": 40.0}]
-    memory = Breakdown(device={"parameters": 50.0 * 2**30, "fixed": 5.0 * 2**30}, host={}, moment="loss")
-    sizes = {"gpu_bytes": 80 * 2**30, "host_bytes": 10**12}
-    expected = ExpectedStep(memory=memory, **sizes, seconds=1.0, tokens_per_second_per_device=1766.0)
+    expected = Cost(
+        device={"parameters": 50.0 * 2**30, "fixed": 5.0 * 2**30},
+        host={},
+        moment="loss",
+        host_moment="step",
+        seconds={"linear": 1.0},
+        disk={},
+        length=1,
+        tokens=1766,
+        world_size=1,
+        machine=Machine.of("H100", 1),
+    )
     results = [("Exactness", "step 1 matched one device to 2e-07"), ("Memory", "these settings reach <800k> tokens")]
     text = Page(report(history=history, forecast=expected, results=results).html()).text
     assert {text for _, text in results} <= {part.strip() for part in text}
     following = dict(itertools.pairwise(text))
     assert (following["tokens/s/device"], following["tokens/s/device, predicted"]) == ("1.5k", "1.77k")
     assert (following["peak GPU memory"], following["peak GPU memory, predicted"]) == ("40 GiB", "50 GiB")
-    unknown = replace(expected, seconds=None, tokens_per_second_per_device=None, gpu_bytes=0)
+    unknown = replace(expected, machine=Machine.of("CPU", 1))
     assert "predicted" not in report(history=history, forecast=unknown).html()
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoModelForCausalLM
 
-from longctx.forecast.hardware import Hardware
+from longctx.machine.here import Machine
 from longctx.model.load import load_config, load_tokenizer
 from longctx.run.preflight import preflight
 from longctx.settings.launcher import read_profile
@@ -125,8 +125,8 @@ def test_a_checkpoint_takes_what_the_preflight_says(chats, tmp_path):
 
 
 def test_time_is_predicted_where_speeds_are_known(chats, monkeypatch):
-    gpu = Hardware(gpus=1, gpu_name="NVIDIA H100 80GB HBM3", gpu_bytes=85 * 10**9, host_bytes=10**12)
-    monkeypatch.setattr(Hardware, "here", lambda gpus: gpu)
+    gpu = Machine.of("NVIDIA H100 80GB HBM3", 1, host_bytes=10**12)
+    monkeypatch.setattr(Machine, "here", lambda gpus: gpu)
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 1)
     line = found(chats, "--max_length", "2048", "--max_steps", "500000")["time"]
     parts = re.fullmatch(r"500,000 steps × (\S+) s = (\d+) h (\d+) min \(predicted\)", line)

@@ -8,16 +8,23 @@ import pytest
 from transformers import TrainerControl, TrainerState
 from trl import SFTConfig
 
-from longctx.forecast.closed_form import Breakdown
-from longctx.forecast.expected_step import ExpectedStep
+from longctx.forecast.cost import Cost
+from longctx.machine.here import Machine
 from longctx.training.callbacks import CompareForecast
 
 GIB = 2**30
-MEMORY = Breakdown(
-    device={"parameters": 40.0 * GIB, "checkpoints": 10.0 * GIB, "fixed": 5.0 * GIB}, host={}, moment="loss"
-)
-EXPECTED = ExpectedStep(
-    memory=MEMORY, gpu_bytes=80 * GIB, host_bytes=10**12, seconds=4.0, tokens_per_second_per_device=1766.4
+SPEED = 1766.4
+EXPECTED = Cost(
+    device={"parameters": 40.0 * GIB, "checkpoints": 10.0 * GIB, "fixed": 5.0 * GIB},
+    host={},
+    moment="loss",
+    host_moment="step",
+    seconds={"linear": 4.0},
+    disk={},
+    length=1,
+    tokens=round(4 * SPEED),
+    world_size=1,
+    machine=Machine.of("H100", 1),
 )
 LOGS = {"tokens_per_second_per_device": 1702.2, "peak_memory_gib_max": 48.12}
 
@@ -55,7 +62,7 @@ def test_other_entries_of_the_log_are_passed_over(capsys):
 
 
 def test_only_what_is_predicted_is_compared(capsys):
-    unknown = replace(EXPECTED, seconds=None, tokens_per_second_per_device=None)
+    unknown = replace(EXPECTED, machine=Machine.of("Some Other GPU", 1))
     assert printed(capsys, unknown, LOGS, steps=[3]) == [
         "longctx: measured 48.1 GiB of tensors on the fullest GPU, and 50.0 were predicted\n"
     ]

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import CONFIG_MAPPING, LlamaConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from longctx.attention.cost import PEAK_FLOPS
 from longctx.layers.routers import install_routers
+from longctx.machine.speeds import PEAK_FLOPS
 from longctx.model.tiny import tiny_config
 from longctx.training.metrics import StepMetrics, _peak_flops
 from longctx.training.peak_memory import GIB, PeakMemory

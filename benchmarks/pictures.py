@@ -1,25 +1,22 @@
-"""Pictures of the longest sequences, the seconds of a step and the use of memory, as PNG files.
+"""Pictures of the longest sequences and of the seconds of a step, as PNG files.
 
 Drawn by matplotlib, which is optional (the extra `plots`), in colours that colour-blind people tell apart
-(Okabe and Ito), each backend always in the same one. The last functions draw a table of forecasts.
+(Okabe and Ito), each backend always in the same one.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from longctx.attention.backends import BACKENDS
-from longctx.forecast.candidates import Candidate, Machine, Outlook
 from longctx.launch.terminal import token_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-GIB = 2**30
 
 
 class Bar(NamedTuple):
@@ -47,16 +44,6 @@ class Point(NamedTuple):
     """The range around `seconds`, if it is known."""
 
 
-class Stack(NamedTuple):
-    """The contents of one memory."""
-
-    name: str
-    sizes: Mapping[str, float]
-    """Bytes by category."""
-    limit: float
-    """Bytes of the memory."""
-
-
 class _Look(NamedTuple):
     color: str
     marker: str
@@ -74,7 +61,6 @@ BACKEND_LOOKS: Mapping[str, _Look] = {
 
 FITS = 0.8
 """The part of a panel's height for sequences that fit. Those that do not are drawn above."""
-_CATEGORY_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 
 
 def max_length_picture(path: Path, bars: Sequence[Bar], *, title: str, note: str = "") -> None:
@@ -161,69 +147,6 @@ def seconds_per_step_picture(path: Path, points: Sequence[Point], *, title: str,
     _token_axis(first.xaxis, lengths)
     first.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     _legend_of_backends(figure, [point.backend for point in points], lines=True)
-    _save(figure, path, title, note)
-
-
-def speed_picture(path: Path, lines: Mapping[str, Mapping[int, float]], *, title: str, note: str = "") -> None:
-    """Draw tokens per second and device over the length of a sequence, both logarithmic, with a line for each name.
-
-    Args:
-        lines: name -> length in tokens -> speed. A line ends with the longest sequence that fits.
-
-    Raises:
-        ValueError: without a speed, without matplotlib.
-    """
-    drawn = {name: sorted(speeds.items()) for name, speeds in lines.items() if speeds}
-    if not drawn:
-        raise ValueError("There is no speed to draw: give at least one sequence that fits.")
-    figure = _figure(width=7.5, height=4.6)
-    axes = figure.subplots()
-    for at, (name, points) in enumerate(drawn.items()):
-        color = _along_viridis(0.1 + 0.75 * at / max(1, len(drawn) - 1))
-        lengths, speeds = zip(*points, strict=True)
-        axes.plot(lengths, speeds, marker="osD^v"[at % 5], markersize=5, color=color, alpha=0.8, label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("sequence, tokens")
-    axes.set_ylabel("tokens/s a device")
-    _token_axis(axes.yaxis)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-    _token_axis(axes.xaxis, sorted({length for points in drawn.values() for length, _ in points}))
-    axes.grid(color="0.9")
-    axes.set_axisbelow(True)
-    axes.legend(loc="upper right", frameon=False, fontsize=9)
-    _save(figure, path, title, note)
-
-
-def _along_viridis(at: float) -> Any:
-    from matplotlib import colormaps
-
-    return colormaps["viridis"](at)
-
-
-def memory_picture(path: Path, stacks: Sequence[Stack], *, title: str, note: str = "") -> None:
-    """Draw memories as horizontal bars, each on its own scale, with their categories and their size.
-
-    Raises:
-        ValueError: without anything in a memory, without matplotlib.
-    """
-    if not stacks or not all(stack.sizes for stack in stacks):
-        raise ValueError("There is no memory to draw: give each stack at least one category.")
-    names = list(dict.fromkeys(name for stack in stacks for name in stack.sizes))
-    figure = _figure(width=9.0, height=1.2 + 1.9 * len(stacks))
-    for axes, stack in zip(figure.subplots(len(stacks), 1, squeeze=False).flat, stacks, strict=True):
-        left = 0.0
-        for name, size in sorted(stack.sizes.items(), key=lambda item: -item[1]):
-            again, color = divmod(names.index(name), len(_CATEGORY_COLORS))
-            label = f"{name}: {size / GIB:,.1f}"
-            look = {"color": _CATEGORY_COLORS[color], "hatch": "//" * again, "edgecolor": "white"}
-            axes.barh(0, size / GIB, 0.8, left, label=label, **look)
-            left += size / GIB
-        axes.axvline(stack.limit / GIB, color="black", linestyle="--", label=f"there are {stack.limit / GIB:,.1f}")
-        axes.set_xlim(0, 1.05 * max(left, stack.limit / GIB))
-        axes.set_yticks([])
-        axes.set_xlabel(f"{stack.name}, GiB")
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
     _save(figure, path, title, note)
 
 
@@ -322,60 +245,3 @@ def _save(figure: Figure, path: Path, title: str, note: str) -> None:
     if note:
         figure.supxlabel(note, fontsize=8, color="0.3")
     figure.savefig(path, dpi=150)
-
-
-Table = Mapping[Candidate, Sequence[Outlook]]
-"""The outlooks of each candidate, at the same lengths."""
-
-
-def draw_lengths_and_seconds(
-    folder: Path, table: Table, *, devices: Callable[[Candidate], int], title: str, note: str
-) -> None:
-    """Draw max_length.png and seconds_per_step.png: of each backend on so many devices, its best presets and splits.
-
-    Args:
-        devices: those of a candidate, by which the pictures are divided.
-    """
-    groups: dict[tuple[str, int], list[Candidate]] = {}
-    for candidate in table:
-        name = "one device" if candidate.backend == "local" else candidate.backend
-        groups.setdefault((name, devices(candidate)), []).append(candidate)
-    points = []
-    for (name, number), group in groups.items():
-        for outlooks in zip(*(table[candidate] for candidate in group), strict=True):
-            seconds = min((o.time.seconds for o in outlooks if o.time is not None), default=None)
-            points.append(Point(name, number, outlooks[0].length, seconds))
-    draw_lengths(folder, table, devices=devices, title=title, note=note)
-    seconds_per_step_picture(folder / "seconds_per_step.png", points, title=f"{title}: seconds of a step", note=note)
-
-
-def draw_lengths(folder: Path, table: Table, *, devices: Callable[[Candidate], int], title: str, note: str) -> None:
-    """Draw max_length.png: the longest sequence of each backend, with its best presets and splits."""
-    longest: dict[tuple[str, int], int] = {}
-    for candidate in table:
-        place = "one device" if candidate.backend == "local" else candidate.backend, devices(candidate)
-        longest[place] = max(longest.get(place, 0), candidate.max_length)
-    bars = [Bar(name, number, length or None) for (name, number), length in longest.items()]
-    max_length_picture(folder / "max_length.png", bars, title=f"{title}: longest sequence that fits", note=note)
-
-
-def draw_speeds(path: Path, table: Table, *, title: str, note: str) -> None:
-    """Draw tokens per second and device over the length, a line for each sp with its fastest arrangement."""
-    groups: dict[int, list[Outlook]] = {}
-    for candidate, outlooks in table.items():
-        groups.setdefault(candidate.dims.sp, []).extend(outlooks)
-    lines: dict[str, dict[int, float]] = {}
-    for sp, outlooks in groups.items():
-        fastest: dict[int, float] = {}
-        for outlook in outlooks:
-            fastest[outlook.length] = max(outlook.speed, fastest.get(outlook.length, 0.0))
-        lines[f"sp {sp}"] = {length: speed for length, speed in fastest.items() if speed}
-    speed_picture(path, lines, title=f"{title}: tokens/s a device, fastest arrangement that fits", note=note)
-
-
-def draw_memory(path: Path, outlook: Outlook, machine: Machine, *, title: str, note: str) -> None:
-    """Draw what a device holds at its peak, and a node's host memory, against what there is."""
-    stacks = [Stack("a device", outlook.memory.device, machine.device_bytes)]
-    if outlook.memory.host:
-        stacks.append(Stack("host memory of a node", outlook.memory.host, machine.host_bytes))
-    memory_picture(path, stacks, title=title, note=note)

@@ -6,16 +6,8 @@ import sys
 
 import pytest
 
+from benchmarks.pictures import Bar, Point, max_length_picture, seconds_per_step_picture
 from longctx.launch.terminal import token_label
-from longctx.report.pictures import (
-    Bar,
-    Point,
-    Stack,
-    max_length_picture,
-    memory_picture,
-    seconds_per_step_picture,
-    speed_picture,
-)
 
 BARS = [Bar("one device", 1, None), Bar("TRL ring", 2, 40_000), Bar("hybrid", 4, 3_000_000)]
 POINTS = [Point("ring", 2, 4096, 1.5, 1.4, 2.0), Point("ring", 2, 8192, None), Point("ulysses", 8, 4096, 0.2)]
@@ -28,8 +20,6 @@ POINTS = [Point("ring", 2, 4096, 1.5, 1.4, 2.0), Point("ring", 2, 8192, None), P
         (max_length_picture, BARS[:1]),
         (seconds_per_step_picture, POINTS),
         (seconds_per_step_picture, POINTS[1:2]),
-        (speed_picture, {"sp 1": {4096: 900.0}, "sp 2": {4096: 800.0, 131072: 700.0}, "sp 4": {}}),
-        (memory_picture, [Stack("device", {"parameters": 2e9, "fixed": 1e9}, 4e9), Stack("host", {"all": 1e9}, 2e9)]),
     ],
 )
 def test_a_png_is_written(draw, what, tmp_path) -> None:
@@ -44,8 +34,6 @@ def test_a_png_is_written(draw, what, tmp_path) -> None:
         (max_length_picture, [Bar("local", 1, 10)], "Backends local have no colour. Use one device, ulysses"),
         (max_length_picture, [Bar("ring", 2, 10), Bar("ring", 2, 20)], "ring 2 is given twice"),
         (seconds_per_step_picture, POINTS[:1] * 2, "ring 2 4096 is given twice"),
-        (memory_picture, [Stack("device", {}, 1e9)], "no memory to draw"),
-        (speed_picture, {"sp 1": {}}, "no speed to draw"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(draw, what, message, tmp_path) -> None:
