@@ -26,7 +26,7 @@ from tests.test_docs import PAGES, ROOT
 
 @cache
 def messages() -> list[str]:
-    """Strings of longctx/, with … for what is filled in; those that stand behind each other in the code are one.
+    """Strings of longctx/ and of the sweep's pictures, with … for what is filled in; those that stand behind each other in the code are one.
 
     What is wrong with a flag's value is said behind the flag and its value, as in `--… … is unknown`.
     """
@@ -35,7 +35,7 @@ def messages() -> list[str]:
         for refusal in refusals.refusals()
         if refusal.function.startswith("RULES ")
     ]
-    for path in (ROOT / "longctx").rglob("*.py"):
+    for path in [*(ROOT / "longctx").rglob("*.py"), ROOT / "benchmarks" / "pictures.py"]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 found.append("".join(p.value if isinstance(p, ast.Constant) else "…" for p in node.values))

@@ -1,7 +1,7 @@
 """The parts of attention's modelled time: the run's heads, the speeds of devices and links, and the work of a ring.
 
 `longctx.attention.modelled` adds up the seconds that a rank computes, exchanges and waits for, per layer and
-micro-batch. `longctx.forecast.step_time` and `benchmarks.scaling.simulate` add the rest of a step.
+micro-batch. `longctx.forecast.seconds` and `benchmarks.scaling.simulate` add the rest of a step.
 
 Shape legend: P = R · U ranks, R in a ring and U of Ulysses; T tokens of a sequence, s = T/P of them a rank; H query
 heads, K key/value heads, D head size, e bytes an element.

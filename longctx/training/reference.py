@@ -46,7 +46,7 @@ def check_reference_fits(sizes: ModelSizes, tokens: int, available: int, *, has_
 def reference_bytes(sizes: ModelSizes, tokens: int, *, has_scores: bool) -> int:
     """Return the predicted bytes of the step for a document: weights, gradients, saved activations and logits.
 
-    Layers save what `longctx.forecast.closed_form` counts without recomputation, twice as much in fp32 as in bf16. Four
+    Layers save what `longctx.forecast.memory` counts without recomputation, twice as much in fp32 as in bf16. Four
     copies of a logit exist: as it is, shifted, as a log-probability, and as a gradient.
     """
     h, width = sizes.hidden_size, sizes.intermediate_size
