@@ -26,7 +26,9 @@ from tests.test_docs import PAGES, ROOT
 
 @cache
 def messages() -> list[str]:
-    """Strings of longctx/ and of the sweep's pictures, with … for what is filled in; those that stand behind each other in the code are one.
+    """Strings of longctx/ and of the sweep's pictures, with … for what is filled in.
+
+    Those that stand behind each other in the code are one.
 
     What is wrong with a flag's value is said behind the flag and its value, as in `--… … is unknown`.
     """
