@@ -1,8 +1,9 @@
-"""Draw docs/images/quickstart.svg and run_page.png: what README's quick start prints, and its page, from a real run.
+"""Draw docs/images/quickstart.svg, run_page.png and plan_page.png: what README's quick start prints, from a real run,
+its page, and the page of README's plan.
 
     python docs/quickstart.py
 
-takes two minutes on two cores. The picture of the page needs Chromium; without it, the old picture stays.
+takes two minutes on two cores. Pictures of pages need Chromium; without it, the old ones stay.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from PIL import Image
 from rich.console import Console
 from rich.text import Text
 
+from benchmarks.published import CONFIGS
+
 IMAGES = Path(__file__).parent / "images"
+MODEL = "Qwen/Qwen3-8B"
+PLAN = f"longctx plan --model_name_or_path {MODEL} --gpus 8 --max_length 1048576"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PAGE_SIZE = "1280,983"
 """Width and height of the picture of the page, which ends with the second row of its charts."""
@@ -56,7 +61,17 @@ def picture(page: Path, image: Path) -> None:
     Image.open(image).quantize(256).save(image, optimize=True)
 
 
+def draw_plan() -> None:
+    """Draw the page of README's plan, of the published configuration."""
+    with tempfile.TemporaryDirectory() as folder:
+        CONFIGS[MODEL].save_pretrained(Path(folder) / MODEL)
+        command = [sys.executable, "-m", "longctx", *PLAN.split()[1:], "--no_learned", "--html", "plan.html"]
+        subprocess.run(command, cwd=folder, check=True)
+        picture(Path(folder) / "plan.html", IMAGES / "plan_page.png")
+
+
 def main() -> None:
+    draw_plan()
     with tempfile.TemporaryDirectory() as folder:
         printed = run_in_terminal([sys.executable, "-m", *COMMAND], folder)
         picture(Path(folder) / "longctx-output" / "run_report.html", IMAGES / "run_page.png")

@@ -6,7 +6,7 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,8 @@ from longctx.ranks import is_first_on_node, is_first_rank
 from longctx.settings.flags import SFT
 from longctx.settings.help import help_asked
 from longctx.settings.launcher import Launcher, read_profile
+from longctx.settings.processes import count_to_start
 from longctx.settings.read import parse_flags
-from longctx.settings.rules import fill
 from longctx.settings.schema import Method
 from longctx.settings.values import Settings
 
@@ -47,12 +47,14 @@ def main(arguments: list[str] | None = None, method: Method = SFT) -> int:
         if settings["accelerate_config"] is not None and is_first_rank():
             say_hello(longctx.__version__)  # accelerate's launcher takes seconds, too
         launcher = take_over(settings, method.module)
-        fill(settings, launcher)  # resolve does so again, after the imports that take seconds
+        started = count_to_start(settings, launcher)
     except ValueError as error:
         return end_refused(error)
     with interrupts_end():
         if is_first_rank():
             say_hello(longctx.__version__)
+        if started:
+            return start(started, settings, launcher, print, how_to_resume)
         return _main(settings, launcher)
 
 
@@ -72,8 +74,30 @@ def take_over(settings: Settings, module: str) -> Launcher:
     return launcher
 
 
+def start(
+    count: int,
+    settings: Settings,
+    launcher: Launcher,
+    say: Callable[[str], object],
+    how_to_resume: Callable[[str], str] | None = None,
+) -> int:
+    """Say that this process starts others, do so, and return their exit code. They get the flags that it was given."""
+    from longctx.launch.spawn import spawn
+
+    module = settings.method.module
+    say(f"longctx: {who_starts(count, module, only_one_started=launcher.only_one_started)}")
+    sys.stdout.flush()
+    return spawn(count, list(settings.arguments), module, how_to_resume=how_to_resume)
+
+
+def how_to_resume(output_dir: str) -> str:
+    """Return a sentence on how to go on from the last checkpoint in a folder."""
+    from longctx.training.checkpoint.folder import how_to_resume
+
+    return how_to_resume(Path(output_dir))
+
+
 def _main(settings: Settings, launcher: Launcher) -> int:
-    from longctx.launch.console import say
     from longctx.training.engines import prefer_huge_pages, set_up_allocators
 
     quieten()
@@ -81,26 +105,19 @@ def _main(settings: Settings, launcher: Launcher) -> int:
     set_up_allocators()
     with _without_collections():
         from longctx.launch.failures import failures_told
-        from longctx.launch.spawn import spawn
-        from longctx.settings.resolve import resolve
-        from longctx.training.checkpoint.folder import how_to_resume
+        from longctx.settings.resolve import resolve_together
 
     try:
-        run = resolve(settings, launcher, os.environ)
+        run = resolve_together(settings, launcher, os.environ)
     except ValueError as error:
         return end_refused(error)
     if run.settings["dry_run"]:
         return dry_run(run) if is_first_rank() else 0
     if run.settings["prepare_only"]:
         return prepare_only(run)
-    module = settings.method.module
-    resume = partial(how_to_resume, Path(run.settings["output_dir"]))
-    if run.must_spawn:
-        say(who_starts(run.dims.world_size, module, only_one_started=launcher.only_one_started))
-        return spawn(run.dims.world_size, list(settings.arguments), module, how_to_resume=resume)
-
     from longctx.report.memory_advice import out_of_memory_explained
 
+    resume = partial(how_to_resume, run.settings["output_dir"])
     told = failures_told(resume, run.settings["ddp_timeout"], Path(run.settings["output_dir"]))
     with out_of_memory_explained(run), told:
         return _train(run)
@@ -110,13 +127,12 @@ def _train(run: Run) -> int:
     """Prepare processes and data, train the model, and return the exit code."""
     with _without_collections():
         from longctx.data import DataError
-        from longctx.launch.terminal import USAGE_ERROR
+        from longctx.launch.terminal import FAILED, USAGE_ERROR
         from longctx.ranks.agreement import RefusedOnAllRanks
-        from longctx.ranks.peers import FAILED
         from longctx.run import finish, fit, load, prepare
         from longctx.training.beforehand import UntrainableError
         from longctx.training.callbacks import RESUMABLE
-        from longctx.training.checkpoint import CheckpointError, NotSavedError
+        from longctx.training.checkpoint.files import CheckpointError, NotSavedError
         from longctx.training.nonfinite import NonFiniteError
 
     try:

@@ -72,10 +72,11 @@ def soft_gpus():
 def refusal(monkeypatch, capsys):
     """Run longctx.train on the CPU; the one error that it refuses with, before weights are read or processes start."""
     from longctx.train import main
+    from tests.workers import start_rank_0_alone
 
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
     monkeypatch.setattr("longctx.run.model.load_model", lambda *_, **__: pytest.fail("weights were read"))
-    monkeypatch.setattr("longctx.launch.spawn.spawn", lambda *_: pytest.fail("processes were started"))
+    start_rank_0_alone(monkeypatch)
 
     def run(*arguments):
         assert main(["--dataset_name", "stdlib", *arguments]) == 2

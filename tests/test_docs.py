@@ -16,11 +16,6 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
-from longctx.forecast.candidates import (
-    DEVICE_BYTES,
-    HOST_BYTES_PER_DEVICE,
-)
-from longctx.forecast.hardware import Hardware, host_bytes
 
 import longctx.settings.machine_checks
 import longctx.settings.model_config
@@ -30,7 +25,9 @@ from benchmarks.gpu.__main__ import _parser as gpu_parser
 from benchmarks.max_length.__main__ import _parser as bench_parser
 from benchmarks.published import CONFIGS
 from longctx.export import _parser as export_parser
+from longctx.machine.here import Machine
 from longctx.plan import _parser as plan_parser
+from longctx.plan import main as plan
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
@@ -185,7 +182,8 @@ def check_development(words: list[str]) -> None:
 def check_flags(run: Started) -> None:
     flags = [flag for flag in run.flags if flag != "…"]
     if run.command == "plan":
-        plan_parser().parse_args(flags)
+        _, others = plan_parser().parse_known_args(flags)
+        parse_flags(others)
     elif run.command == "bench":
         bench_parser().parse_args(flags)
     elif run.command == "export":
@@ -219,13 +217,12 @@ def resolve_launched(run: Started, flags: list[str]) -> None:
 @contextmanager
 def machine_of(gpus: int) -> Iterator[None]:
     """Let settings be resolved on a machine with so many H100s of 80 GB, which the pages mean by a GPU."""
-    name, host = ("NVIDIA H100 80GB HBM3", HOST_BYTES_PER_DEVICE * gpus) if gpus else ("CPU", host_bytes())
-    here = Hardware(gpus=gpus, gpu_name=name, gpu_bytes=int(DEVICE_BYTES["H100"]) if gpus else 0, host_bytes=int(host))
+    here = Machine.of("NVIDIA H100 80GB HBM3", gpus) if gpus else Machine.here(0)
     with (
         patch.object(longctx.settings.resolve, "device_count", return_value=gpus),
         patch.object(longctx.settings.resolve, "check_liger_machine"),
-        patch.object(longctx.settings.machine_checks, "available_host_memory", return_value=here.host_bytes),
-        patch.object(Hardware, "here", return_value=here),
+        patch.object(longctx.settings.machine_checks, "available_host_memory", return_value=int(here.host_bytes)),
+        patch.object(Machine, "here", return_value=here),
     ):
         yield
 
@@ -258,7 +255,7 @@ def test_a_command_that_nobody_runs_is_seen(folder):
     with pytest.raises(ValueError, match="does not divide"):
         check(shlex.split("torchrun --nproc_per_node 8 -m longctx.train --sp 3"))
     with pytest.raises(SystemExit):
-        check(shlex.split("longctx plan --gpu none --model_name_or_path tiny"))
+        check(shlex.split("longctx plan --gpus none --model_name_or_path tiny"))
     with pytest.raises(AssertionError):
         check(["pip", "install", "-e", ".[no_such_extra]"])
     with pytest.raises(AssertionError, match=r"of 79\.2 GiB of GPU memory"):
@@ -273,7 +270,14 @@ def test_the_host_memory_that_a_page_names_is_what_its_command_is_predicted_to_n
     [command] = Block(ROOT, text).commands
     with machine_of(1):
         run = resolve(parse_flags(command[2:]), read_profile({}), {})
-    assert run.forecast.memory.host_bytes / 2**30 == pytest.approx(int(gib), rel=0.02)
+    assert run.forecast.host_bytes / 2**30 == pytest.approx(int(gib), rel=0.02)
+
+
+def test_the_plan_in_the_readme_is_what_its_command_prints(folder, capsys):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    [(command, said)] = re.findall(r"```bash\n(longctx plan .*?)\n```\n\n```text\n(.*?)\n```", readme, re.DOTALL)
+    assert plan([*shlex.split(command)[2:], "--no_learned"]) == 0
+    assert capsys.readouterr().out.startswith(f"{said}\n\nLongest sequence that fits")
 
 
 def test_nothing_tells_people_to_install_the_other_longctx():

@@ -3,270 +3,320 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from longctx.forecast.candidates import Machine, candidates, next_best, outlook, recommend, why
-from longctx.forecast.closed_form import predict
-from longctx.forecast.hardware import Hardware
-from longctx.forecast.step_time import Speeds
 from transformers import LlamaConfig
 
+import longctx.forecast.search
 from longctx.attention.backends import BACKENDS
-from longctx.forecast.model_sizes import ModelSizes, adapter_rows
-from longctx.model.load import load_config
+from longctx.forecast.cost import cost
+from longctx.forecast.documents import one_document
+from longctx.forecast.learned import learn
+from longctx.forecast.model_sizes import adapter_rows
+from longctx.machine.here import Machine
 from longctx.model.tiny import tiny_config
-from longctx.plan import main
+from longctx.plan import _machine, _parser, main
+from longctx.report.plan_text import PAGE, Plan, as_text, name_of
+from longctx.settings.dpo import DPO
+from longctx.settings.flags import SFT
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
-from longctx.settings.resolve import resolve
+from longctx.settings.resolve import resolve, spreads
 
 LLAMA_8B = LlamaConfig(
     hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256
 )
-MACHINE = Machine(
-    gpus=8,
-    gpus_per_node=8,
-    device="H100",
-    device_bytes=85e9,
-    host_bytes=1.9e12,
-    kernel="flash-attn 3",
-    speeds=Speeds.of("H100", "flash-attn 3"),
-)
+LENGTHS = (16384, 131072, 524288, 1048576)
 TINY = ["--model_name_or_path", "tiny"]
 
 
 @pytest.fixture(scope="module")
-def found():
-    return candidates(LLAMA_8B, MACHINE)
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    LLAMA_8B.save_pretrained(folder)
+    return str(folder)
 
 
-@pytest.mark.parametrize("length", [16384, 150_000, 600_000, 1_100_000])
-def test_the_fastest_that_leaves_a_tenth_free_is_recommended(found, length) -> None:
-    outlooks = [outlook(candidate, MACHINE, length) for candidate in found]
-    best, second = recommend(outlooks), next_best(outlooks)
-    assert best.memory.device_bytes <= 0.9 * MACHINE.device_bytes
-    assert best.memory.host_bytes <= 0.9 * MACHINE.host_bytes
-    roomy = [
-        one
-        for one in outlooks
-        if one.time is not None
-        and one.memory.device_bytes <= 0.9 * MACHINE.device_bytes
-        and one.memory.host_bytes <= 0.9 * MACHINE.host_bytes
-    ]
+def planned(*flags: str) -> Plan:
+    options, others = _parser().parse_known_args(flags)
+    settings = parse_flags(others, {"train": SFT, "dpo": DPO}[options.method])
+    machine = _machine(options, settings)
+    return Plan.of(settings, machine, options.gpus, lengths=options.lengths, documents=one_document)
+
+
+@pytest.fixture(scope="module")
+def plan(llama):
+    return planned("--model_name_or_path", llama, "--lengths", *map(str, LENGTHS))
+
+
+def as_json(capsys, *flags: str, code: int = 0):
+    assert main([*flags, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def text_of(capsys, *flags: str, code: int = 0) -> str:
+    assert main([*flags]) == code
+    return capsys.readouterr().out
+
+
+def command_in(text: str) -> str:
+    [command] = [line.strip() for line in text.splitlines() if line.startswith("    accelerate launch")]
+    return command
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_fastest_that_leaves_a_tenth_free_is_recommended(plan, length) -> None:
+    best, second = plan.best(length), plan.best(length, plan.best(length).shape.sp)
+    for one in (best, second):
+        assert one.cost.device_bytes <= 0.9 * plan.machine.device_bytes
+        assert one.cost.host_bytes <= 0.9 * plan.machine.host_bytes
+    roomy = [one for one in plan.choices[length] if one.cost.used <= 0.9]
     assert best.speed >= max(one.speed for one in roomy) / 1.02
-    others = [one for one in roomy if (one.candidate.dims.sp, one.candidate.memory) != _degree_and_preset(best)]
-    assert second.speed >= max(one.speed for one in others) / 1.02
-    assert "the fastest that leaves 10% of memory free" in why(best, outlooks)
+    assert second.shape.sp != best.shape.sp
+    assert second.speed >= max(one.speed for one in roomy if one.shape.sp != best.shape.sp) / 1.02
 
 
-def _degree_and_preset(one):
-    return one.candidate.dims.sp, one.candidate.memory
+@pytest.mark.parametrize("length", LENGTHS)
+def test_of_equal_speeds_the_simplest_is_recommended(plan, length) -> None:
+    best = plan.best(length)
+    ties = [one for one in plan.choices[length] if one.level == 0 and one.speed >= 1.02 * best.speed / 1.0201]
+    assert len(best.asked) == min(len(one.asked) for one in ties)
 
 
-def test_what_fills_the_memory_is_recommended_last(found) -> None:
-    length = max(candidate.max_length for candidate in found)
-    outlooks = [outlook(candidate, MACHINE, length) for candidate in found]
-    best = recommend(outlooks)
-    assert best.candidate.max_length == length
-    assert "nothing leaves 10% of memory free" in why(best, outlooks)
-    assert next_best(outlooks) is None
+def test_what_fills_the_memory_is_recommended_last(llama, capsys) -> None:
+    longest = max(far.length for _, far in planned("--model_name_or_path", llama, "--gpus", "2").reaches.values())
+    text = text_of(capsys, "--model_name_or_path", llama, "--gpus", "2", "--max_length", str(longest))
+    assert "the fastest that fits; none leaves 10% of it free" in " ".join(text.split())
+    assert "Next best" not in text
 
 
-def test_of_equal_speeds_the_simplest_is_recommended(found) -> None:
-    """At 262,144 tokens rings, gathers and hybrids of four devices differ by less than 1%."""
-    presets = [candidate for candidate in found if candidate.memory != "auto"]
-    best = recommend([outlook(candidate, MACHINE, 262_144) for candidate in presets])
-    assert (best.candidate.backend, best.candidate.dims.sp, best.candidate.memory) == ("ring", 4, "balanced")
-
-
-def test_every_arrangement_of_eight_devices_is_there(found) -> None:
-    ways = {(c.backend, c.dims.ulysses, c.dims.ring) for c in found}
-    alone = {("local", 1, 1)}
-    ulysses = {("ulysses", n, 1) for n in (2, 4, 8)}
-    rings = {(name, 1, n) for name in ("ring", "gather") for n in (2, 4, 8)}
-    assert ways >= alone | ulysses | rings | {("hybrid", 2, 2), ("hybrid", 4, 2), ("hybrid", 2, 4)}
-    assert ways == alone | {
+def test_every_arrangement_of_eight_devices_is_there(plan) -> None:
+    ways = {(run.backend.name, run.dims.ulysses, run.dims.ring) for run in plan.runs.values()}
+    assert ways == {("local", 1, 1)} | {
         (name, how.ulysses, how.ring)
         for name, backend in BACKENDS.spread.items()
         for sp in (2, 4, 8)
         for how in backend.arrangements(sp)
     }
-    assert len(found) == 3 * len(ways)
+    assert len(plan.runs) == len(ways) == 13
+    for choices in plan.choices.values():
+        assert sorted(map(name_of, choices)) == sorted(plan.runs)
 
 
-def test_nothing_takes_more_than_there_is(found) -> None:
-    assert recommend([outlook(candidate, MACHINE, 10**9) for candidate in found]) is None
+def test_nothing_takes_more_than_there_is(plan) -> None:
+    for length, choices in plan.choices.items():
+        for one in choices:
+            plain, farthest = plan.reaches[name_of(one)]
+            assert plain.length <= farthest.length
+            assert one.cost.fits <= (length <= farthest.length)
 
 
-def test_beyond_a_node_are_whole_nodes_and_one_split_of_hybrid() -> None:
-    found = candidates(LLAMA_8B, replace(MACHINE, gpus=96), presets=["balanced"])
-    assert {c.dims.sp for c in found} == {1, 2, 4, 8, 16, 24, 32, 48, 96}
-    ways = {c.dims.sp: (c.dims.ulysses, c.dims.ring) for c in found if c.backend == "hybrid" and c.dims.sp > 8}
+def test_beyond_a_node_are_whole_nodes_and_one_split_of_hybrid(llama) -> None:
+    settings = parse_flags(["--model_name_or_path", llama, "--dataset_name", "stdlib"])
+    found = [run.dims for run in spreads(settings, Machine.of("H100", 8), 96)]
+    assert {dims.sp for dims in found} == {1, 2, 4, 8, 16, 24, 32, 48, 96}
+    ways = {d.sp: (d.ulysses, d.ring) for d in found if d.sp > 8 and min(d.ulysses, d.ring) > 1}
     assert ways == {16: (8, 2), 24: (8, 3), 32: (8, 4), 48: (8, 6), 96: (8, 12)}
 
 
-def test_a_length_beyond_the_context_is_extended_in_the_command(tmp_path, capsys) -> None:
-    LLAMA_8B.save_pretrained(tmp_path)  # of 2,048 tokens
-    flags = ["--model_name_or_path", str(tmp_path), "--gpus", "2", "--lengths", "2048"]
-    assert main([*flags, "--max_length", "9000"]) == 0
-    printed = capsys.readouterr().out
-    assert "The model's context is 2,048 tokens, and 9,000 are beyond it." in printed
-    assert all("--rope_scaling yarn:5" in line for line in printed.splitlines() if line.startswith("accelerate"))
-    assert main([*flags, "--max_length", "2048"]) == 0
-    assert "rope_scaling" not in capsys.readouterr().out
+def test_a_plan_takes_few_evaluations(llama, monkeypatch) -> None:
+    """A bound of the work that does not depend on the machine: 8 GPUs and 4 lengths."""
+    evaluate, calls = longctx.forecast.search.peaks_and_seconds, []
+
+    def counted(*args):
+        calls.append(args)
+        return evaluate(*args)
+
+    monkeypatch.setattr(longctx.forecast.search, "peaks_and_seconds", counted)
+    planned("--model_name_or_path", llama)
+    assert 100 < len(calls) <= 1000
+
+
+# The text
+
+
+def test_a_length_beyond_the_context_is_extended_in_the_command(llama, tmp_path, capsys) -> None:
+    flags = ["--gpus", "2", "--lengths", "2048"]  # which is the context
+    text = text_of(capsys, "--model_name_or_path", llama, *flags, "--max_length", "9000")
+    assert "9,000 tokens are beyond the model's context of 2,048, so the command has --rope_scaling yarn:5." in text
+    assert "--rope_scaling yarn:5" in command_in(text)
+    assert "rope_scaling" not in text_of(capsys, "--model_name_or_path", llama, *flags, "--max_length", "2048")
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     LlamaConfig(**LLAMA_8B.to_dict() | {"rope_parameters": rope}).save_pretrained(tmp_path)
-    assert main([*flags, "--max_length", "9000"]) == 0
-    printed = capsys.readouterr().out
-    assert "No --rope_scaling is known for it" in printed
-    assert not any("rope_scaling" in line for line in printed.splitlines() if line.startswith("accelerate"))
+    text = text_of(capsys, "--model_name_or_path", str(tmp_path), *flags, "--max_length", "9000")
+    assert "no --rope_scaling is known for it" in text
+    assert "rope_scaling" not in command_in(text)
 
 
-def test_pictures_are_refused_before_any_work_without_matplotlib(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("longctx.plan.find_spec", lambda name: None)
-    monkeypatch.setattr("longctx.model.load.load_config", lambda *_, **__: pytest.fail("work began"))
-    assert main([*TINY, "--output", str(tmp_path)]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
+def test_the_text_says_everything_once_and_ends_with_the_page(plan, capsys) -> None:
+    text = as_text(plan)
+    paragraphs = [" ".join(one.split()) for one in text.split("\n\n")]
+    assert "8 × H100 of 79 GiB, 8 a node with 1,770 GiB of host memory (--host_memory_gib)" in paragraphs[0]
+    assert paragraphs[1].startswith("Recommended for 1,048,576 tokens: ")
+    best = plan.best(plan.length)
+    assert f"{best.speed:,.0f} tokens/s a device" in paragraphs[1]
+    assert f"Device: {best.cost.device_bytes / 2**30:.1f} of 79.2 GiB; peak: {best.cost.moment};" in paragraphs[1]
+    assert f"Host, a node: {best.cost.host_bytes / 2**30:,.1f} of 1,769.5 GiB" in paragraphs[1]
+    assert f"Disk: {best.cost.disk['checkpoint'] / 2**30:.1f} GiB for each checkpoint" in paragraphs[1]
+    assert paragraphs[2] == plan.command(best, plan.length) == command_in(text)
+    assert "--output_dir OUT" in paragraphs[2]
+    table = text.split("\n\n")[4].splitlines()
+    assert [line.strip().split("  ")[0] for line in table] == ["arrangement", *plan.runs]
+    assert table[0].split()[-2:] == ["at", "1,048,576"]
+    assert table[1].endswith("host full")
+    assert 2 <= len(paragraphs[5:]) <= 5
+    assert paragraphs[-1] == PAGE
+    assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("    accelerate"))
+    assert len({*paragraphs}) == len(paragraphs)
 
 
-def test_the_answer_is_printed_once(capsys) -> None:
-    assert main([*TINY, "--gpus", "2", "--max_length", "4096"]) == 0
-    text = capsys.readouterr().out
-    assert text.count("Recommended for 4,096 tokens") == text.count("backend ") == 1
-    assert text.index("Recommended for") < text.index("Next best: ") < text.index("backend ")
-    first = re.search(r"--sp (\d)", text)
-    assert f"A step of {2 // int(first[1])} sequence" in text
-
-
-def test_thousand_devices_are_planned_in_a_page(capsys) -> None:
-    assert main([*TINY, "--gpus", "1024", "--lengths", "1048576"]) == 0
-    text = capsys.readouterr().out
-    assert len(text.splitlines()) <= 60
-    tables = [line for line in text.splitlines() if not line.startswith("accelerate")]
-    assert max(map(len, tables)) <= 120
-    command = next(line for line in text.splitlines() if line.startswith("accelerate launch"))
-    launch = launch_command_parser().parse_args(shlex.split(command.replace("RANK", "5"))[2:])
+def test_on_many_nodes_the_command_is_one_for_every_node(llama, capsys) -> None:
+    text = text_of(capsys, "--model_name_or_path", llama, "--gpus", "1024", "--lengths", "1048576")
+    launch = launch_command_parser().parse_args(shlex.split(command_in(text).replace("RANK", "5"))[2:])
     assert (launch.num_processes, launch.num_machines, launch.machine_rank) == (1024, 128, 5)
     assert launch.multi_gpu
     assert launch.main_process_ip == "HOST"
+    assert "Run the command on every node, with RANK 0 on the first" in text
 
 
 def test_a_model_is_a_folder_or_its_config_and_else_refused(tmp_path, capsys) -> None:
     tiny_config().save_pretrained(tmp_path)
-    plans = []
-    for name in (tmp_path, tmp_path / "config.json"):
-        assert main(["--model_name_or_path", str(name), *TINY[2:], "--gpus", "2", "--json"]) == 0
-        plans.append(json.loads(capsys.readouterr().out))
-    assert plans[0]["candidates"] == plans[1]["candidates"]
-    assert plans[0]["recommendation"]["command"] == plans[1]["recommendation"]["command"]
+    plans = [
+        as_json(capsys, "--model_name_or_path", str(name), "--gpus", "2", "--lengths", "8192")
+        for name in (tmp_path, tmp_path / "config.json")
+    ]
+    assert plans[0] == plans[1]
     (tmp_path / "bad.json").write_text("{")
     for bad in (tmp_path / "bad.json", tmp_path / "nothing"):
-        assert main(["--model_name_or_path", str(bad), *TINY[2:]]) == 2
-        assert f"--model_name_or_path {bad}" in capsys.readouterr().err
+        assert main(["--model_name_or_path", str(bad)]) == 2
+        assert "--model_name_or_path" in capsys.readouterr().err
 
 
-def test_a_folder_gets_the_plan_and_its_pictures(tmp_path, capsys) -> None:
-    assert main([*TINY, "--gpus", "2", "--output", str(tmp_path / "plan")]) == 0
-    capsys.readouterr()
-    files = {path.name for path in (tmp_path / "plan").iterdir()}
-    pictures = {"max_length.png", "tokens_per_second.png", "memory.png"}
-    assert files == {"plan.json", "plan.md", "plan.html", *pictures}
-    assert "| backend | sp | dp |" in (tmp_path / "plan" / "plan.md").read_text()
-    assert json.loads((tmp_path / "plan" / "plan.json").read_text())["recommendation"]["sp"] == 1
+def test_a_folder_gets_the_plan(tmp_path, capsys) -> None:
+    folder = tmp_path / "new" / "plan"
+    text = text_of(capsys, *TINY, "--gpus", "2", "--lengths", "8192", "--output", str(folder))
+    assert {path.name for path in folder.iterdir()} == {"plan.json", "plan.md", "plan.html"}
+    assert (folder / "plan.md").read_text() == text
+    assert json.loads((folder / "plan.json").read_text())["recommendation"]["length"] == 8192
 
 
 @pytest.mark.long
 def test_the_machine_at_hand_is_measured(capsys) -> None:
-    assert main([*TINY, "--measure", "--gpus", "1", "--lengths", "4096", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["machine"]["speeds"]["matmul_flops"] > 1e8
-    assert plan["machine"]["device_bytes"] > 2**20
+    text = text_of(capsys, *TINY, "--measure", "--gpus", "1", "--lengths", "4096")
+    assert "on 1 × CPU, 1 a node" in text
+    assert "- Device" not in text
+    assert "\n    longctx train --use_cpu True --num_processes 1 --model_name_or_path tiny" in text
     with pytest.raises(SystemExit):
         main([*TINY, "--measure", "--gpu", "H100"])
     assert "not allowed with" in capsys.readouterr().err
 
 
-def test_the_command_it_prints_resolves(tmp_path, capsys) -> None:
-    flags = ["--gpus", "4", "--max_length", "4096", "--lengths", "4096", "--json"]
-    assert main([*TINY, *flags]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    command = shlex.split(plan["recommendation"]["command"])
-    arguments = command[command.index("longctx.train") + 1 :]
-    arguments[arguments.index("DATA")] = "stdlib"
-    run = resolve(parse_flags([*arguments, "--use_cpu"]), read_profile({}), {})
-    assert run.dims.sp == plan["recommendation"]["sp"]
-    assert run.settings["max_length"] == 4096
+def test_corrections_that_runs_have_taught_are_used_and_said(plan, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    of = plan.choices[16384][0].cost
+    learn(of, "cuDNN", speed=of.speed / 1.2, allocated_bytes=of.allocated_bytes)
+    learn(of, "flash-attn 2", speed=of.speed / 1.2, allocated_bytes=of.allocated_bytes)
+    flags = [*TINY, "--gpus", "1", "--lengths", "65536", "--json"]
+    slower, before = as_json(capsys, *flags), as_json(capsys, *flags, "--no_learned")
+    seconds = [one["recommendation"]["seconds_per_step"] for one in (slower, before)]
+    assert seconds[0] == pytest.approx(1.2 * seconds[1], rel=1e-6)
+    assert "Corrected by 1 run on this kind of GPU" in text_of(capsys, *flags[:-1])
+
+
+# The command
+
+
+def run_of(command: str, machine: Machine, gpus: int):
+    """The run of a printed command, resolved on the same machine; there is no other with its flags."""
+    words = shlex.split(command)
+    at = words.index("-m") + 1
+    settings = parse_flags(words[at + 1 :], {"longctx.train": SFT, "longctx.dpo": DPO}[words[at]])
+    [run] = spreads(settings, machine, gpus)
+    return run
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--max_length", "131072"],
+        ["--max_length", "1048576"],
+        ["--max_length", "1048576", "--host_memory_gib", "512"],
+        ["--gpus", "1", "--lengths", "65536"],
+        ["--gpus", "4", "--gpu", "RTX 4090", "--use_peft", "True", "--lengths", "16384"],
+        ["--method", "dpo", "--max_length", "65536", "--per_device_train_batch_size", "2"],
+        ["--gpus", "32", "--max_length", "262144", "--gradient_accumulation_steps", "3"],
+        ["--config", "run.yaml"],
+    ],
+    ids=" ".join,
+)
+def test_the_command_it_prints_resolves(flags, llama, tmp_path, monkeypatch) -> None:
+    """By construction what train resolves to: the same layout, memory options and cost."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("learning_rate: 1e-5\nsp: 4\nmax_length: 65536\ntiled_mlp: true\n")
+    plan = planned("--model_name_or_path", llama, *flags)
+    for one in filter(None, (plan.best(plan.length), plan.best(plan.length, plan.best(plan.length).shape.sp))):
+        run = run_of(plan.command(one, plan.length), plan.machine, plan.gpus)
+        assert run.settings["max_length"] == plan.length
+        assert run.shape.arrangement == one.shape.arrangement
+        assert run.shape.engine == one.shape.engine
+        assert run.shape.options == replace(one.shape.options, overlap_exchange=run.overlaps_exchange)
+        again = cost(run.shape, plan.machine, plan.length, plan.documents(plan.length))
+        assert again.device == pytest.approx(one.cost.device, rel=1e-9)
+        assert again.host == pytest.approx(one.cost.host, rel=1e-9)
+        assert again.seconds == pytest.approx(one.cost.seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize(
     ("gpus", "length"), [(1, 4096), (1, 65536), (8, 4096), (8, 131072), (8, 1048576), (16, 2097152)]
 )
-def test_the_commands_that_it_prints_fit_their_machine(gpus, length, tmp_path, monkeypatch, capsys) -> None:
+def test_the_commands_that_it_prints_fit_their_machine(gpus, length, llama, monkeypatch, capsys) -> None:
     """As training predicts it from their flags: nothing that a plan assumes is left out of its command."""
-    LLAMA_8B.save_pretrained(tmp_path)
-    flags = ["--gpus", str(gpus), "--max_length", str(length), "--lengths", str(length), "--json"]
-    assert main(["--model_name_or_path", str(tmp_path), *flags]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    machine = plan["machine"]
-    here = Hardware(
-        gpus=machine["gpus_per_node"],
-        gpu_name="NVIDIA H100 80GB HBM3",
-        gpu_bytes=int(machine["device_bytes"]),
-        host_bytes=int(machine["host_bytes"]),
-    )
-    monkeypatch.setattr(Hardware, "here", lambda gpus: here)
-    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: here.gpus)
-    monkeypatch.setattr("longctx.settings.machine_checks.available_host_memory", lambda: here.host_bytes)
-    for one in filter(None, (plan["recommendation"], plan["next_best"])):
-        words = shlex.split(one["command"])
-        arguments = words[words.index("longctx.train") + 1 :]
-        arguments[arguments.index("DATA")] = "stdlib"
-        env = {"RANK": "0", "WORLD_SIZE": str(gpus), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(here.gpus)}
-        run = resolve(parse_flags(arguments), read_profile(env), env)
-        assert (run.dims.sp, run.backend.name, run.engine) == (one["sp"], one["backend"], one["engine"])
-        predicted = run.forecast_for()
-        assert predicted.memory.device_bytes == pytest.approx(sum(one["at"][0]["device_bytes"].values()), rel=0.02)
-        assert predicted.memory.host_bytes == pytest.approx(sum(one["at"][0]["host_bytes"].values()), rel=0.02)
-        assert predicted.fits
-        assert not any("beyond the model's context" in note for note in run.notes)
+    flags = ["--gpus", str(gpus), "--max_length", str(length), "--lengths", str(length)]
+    plan = as_json(capsys, "--model_name_or_path", llama, *flags)
+    found = plan["recommendation"]
+    local = plan["machine"]["gpus_per_node"]
+    here = Machine.of("NVIDIA H100 80GB HBM3", local, host_bytes=plan["machine"]["host_bytes"])
+    monkeypatch.setattr(Machine, "here", lambda gpus: here)
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: local)
+    monkeypatch.setattr("longctx.settings.resolve.check_liger_machine", lambda *_: None)
+    monkeypatch.setattr("longctx.settings.machine_checks.available_host_memory", lambda: int(here.host_bytes))
+    words = shlex.split(found["command"].replace("DATA", "stdlib"))
+    env = {"RANK": "0", "WORLD_SIZE": str(gpus), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(local)}
+    run = resolve(parse_flags(words[words.index("longctx.train") + 1 :]), read_profile(env), env)
+    predicted = run.cost(one_document(length))
+    assert sum(predicted.device.values()) == pytest.approx(sum(found["device_bytes"].values()), rel=1e-3)
+    assert predicted.host_bytes == pytest.approx(sum(found["host_bytes"].values()), rel=1e-3)
+    assert predicted.fits
+    assert not any("beyond the model's context" in note for note in run.notes)
+
+
+# What flags change
 
 
 @pytest.fixture
 def wide_layers(tmp_path):
-    """A model whose rows are whole blocks of 64 weights, as bitsandbytes needs them on a CPU."""
+    """A model whose rows are whole blocks of 64 weights, as bitsandbytes needs them."""
     LlamaConfig(hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=256).save_pretrained(tmp_path)
     return str(tmp_path)
 
 
 @pytest.mark.parametrize("more", [[], ["--use_bnb_nested_quant", "True"]])
-def test_4_bit_weights_are_planned_as_training_checks_them(more, wide_layers, monkeypatch, capsys) -> None:
-    """Each set-up of the plan is the one from which the run of its flags predicts its memory."""
-    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
-    monkeypatch.setattr("longctx.settings.resolve.QLORA_VERSIONS", {})  # nothing is quantised here
-    quantised = ["--use_peft", "True", "--load_in_4bit", "True", *more]
-    assert main(["--model_name_or_path", wide_layers, "--gpus", "2", *quantised]) == 0
-    printed = capsys.readouterr().out
-    assert " ".join(quantised[2:]) in printed
-    assert "--dtype bfloat16" in printed
-    settings = {name.removeprefix("--"): True for name in quantised[::2]}
-    settings |= {"lora_r": 16, "model_name_or_path": wide_layers}
-    machine = replace(MACHINE, gpus=2, gpus_per_node=2, kernel="flash-attn 2")
-    found = candidates(load_config(wide_layers), machine, presets=["balanced"], settings=settings)
-    sizes = ModelSizes.of_config(load_config(wide_layers))
-    in_layers = sizes.linear_parameters
-    for candidate in found:
-        in_4_bit = (0.5 + (1 if more else 4) / 64) * in_layers
-        others = sizes.num_parameters - in_layers + 16 * adapter_rows(sizes)
-        held = predict(candidate.setup, 4096).device["parameters"]
+def test_4_bit_weights_are_planned_as_training_checks_them(more, wide_layers) -> None:
+    flags = ["--model_name_or_path", wide_layers, "--gpus", "2", "--lengths", "4096"]
+    plan = planned(*flags, "--use_peft", "True", "--load_in_4bit", "True", *more)
+    for one in plan.choices[4096]:
+        sizes = one.shape.model
+        in_4_bit = (0.5 + (1 if more else 4) / 64) * sizes.linear_parameters
+        others = sizes.num_parameters - sizes.linear_parameters + 16 * adapter_rows(sizes)
+        held = one.cost.device["parameters"]
         assert held == pytest.approx(in_4_bit / 2 + 4 * others / 2)  # all over two ranks, the others in fp32
-        flags = ["--model_name_or_path", wide_layers, "--dataset_name", "stdlib", "--max_length", "4096", *quantised]
-        flags += ["--num_processes", "2", "--per_device_train_batch_size", "1", "--bf16", "True", "--use_cpu"]
-        run = resolve(parse_flags([*flags, *candidate.flags()]), read_profile({}), {})
-        assert replace(run.memory_setup(ranks_per_node=2), is_cpu=False, fused_layers=True) == candidate.setup
+        run = run_of(plan.command(one, 4096), plan.machine, 2)
+        assert run.shape.quantized_weight_bytes == one.shape.quantized_weight_bytes
+        assert " ".join(more) in plan.command(one, 4096)
 
 
 @pytest.mark.parametrize(
@@ -284,15 +334,22 @@ def test_4_bit_weights_are_refused_as_in_training(flags, message, wide_layers, c
 def test_documents_make_attention_cheap_and_the_length_the_same(tmp_path, capsys) -> None:
     histogram = tmp_path / "lengths.csv"
     histogram.write_text("# tokens\nlow,high,documents\n100,200,3\n1000,2000,1\n")
-    common = [*TINY, "--gpus", "2", "--lengths", "65536", "--json"]
-    plans = []
-    for extra in ([], ["--document_lengths", str(histogram)]):
-        main([*common, *extra])
-        plans.append(json.loads(capsys.readouterr().out)["candidates"])
-    for whole, packed in zip(*plans, strict=True):
-        assert packed["max_length"] == whole["max_length"]
-        if whole["at"][0]["fits"]:
-            assert packed["at"][0]["seconds"]["attention"] < whole["at"][0]["seconds"]["attention"] / 5
+    of = partial(as_json, capsys, *TINY, "--gpus", "2", "--lengths", "65536", "--memory", "balanced")
+    whole, packed = of(), of("--document_lengths", str(histogram))
+    assert packed["documents"] == str(histogram)
+    assert packed["arrangements"] == whole["arrangements"]
+    attention = [
+        {one["arrangement"]: one["seconds"]["attention"] for one in plan["choices"]["65536"]}
+        for plan in (whole, packed)
+    ]
+    assert all(attention[1][name] < attention[0][name] / 5 for name in attention[0])
+
+
+def test_what_the_user_asks_for_is_kept(llama) -> None:
+    plan = planned("--model_name_or_path", llama, "--sp", "4", "--tiled_mlp", "True", "--lengths", "131072")
+    assert {run.dims.sp for run in plan.runs.values()} == {4}
+    assert all(one.shape.options.tiled_mlp_num_shards is not None for one in plan.choices[131072])
+    assert "--tiled_mlp True" in plan.command(plan.best(131072), 131072)
 
 
 @pytest.mark.parametrize(
@@ -305,67 +362,69 @@ def test_documents_make_attention_cheap_and_the_length_the_same(tmp_path, capsys
         (["--kernel", "flash-attn 9"], "No speeds are known for the kernel"),
         (["--lengths", "1"], "below 2"),
         (["--host_memory_gib", "nan"], "is not a number above 0"),
+        (["--gpu", "H9000"], "--gpu H9000 is not a kind of GPU that is known. Use one of A100,"),
+        (["--use_cpu"], "--use_cpu True needs --measure"),
+        (["--max_lenght", "4096"], "Did you mean --max_length?"),
     ],
 )
 def test_bad_input_is_refused(flags, message, capsys) -> None:
     assert main([*TINY, *flags]) == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize("in_4_bit", [False, True])
-def test_the_defaults_are_those_of_the_help(in_4_bit, wide_layers, monkeypatch) -> None:
-    asked = []
+def test_a_plan_without_a_model_is_refused(capsys) -> None:
+    assert main(["--gpus", "2"]) == 2
+    assert "--model_name_or_path is missing" in capsys.readouterr().err
 
-    def stop(config, machine, *, presets, **_):
-        asked.append((machine, presets))
-        raise ValueError("that is all")
 
-    monkeypatch.setattr("longctx.forecast.candidates.candidates", stop)
-    more = ["--model_name_or_path", wide_layers, "--use_peft", "--load_in_4bit"] if in_4_bit else []
-    assert main([*TINY, *more]) == 2
-    [(machine, presets)] = asked
-    assert presets == (["balanced", "auto"] if in_4_bit else ["balanced", "longest", "fastest", "auto"])
-    assert (machine.gpus, machine.gpus_per_node, machine.device) == (8, 8, "H100")
+def test_the_defaults_are_those_of_the_help() -> None:
+    options, others = _parser().parse_known_args(TINY)
+    machine = _machine(options, parse_flags(others))
+    assert (options.gpus, machine.per_node, machine.device) == (8, 8, "H100")
     assert round(machine.host_bytes / 8 / 2**30) == 221
+    assert options.lengths == [32768, 131072, 524288, 1048576]
 
 
-def test_what_fits_nowhere_ends_with_1(tmp_path, capsys) -> None:
-    flags = ["--gpus", "1", "--max_length", str(10**9), "--lengths", str(10**9), "--output", str(tmp_path)]
-    assert main([*TINY, *flags]) == 1
-    assert "No setup fits sequences of this length" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("flags", "change"),
+    [
+        (["--gpus", "1", "--max_length", "32768", "--host_memory_gib", "60"], "--use_peft True."),
+        (["--gpus", "8", "--max_length", "16777216"], "--gpus "),
+        (["--gpus", "1", "--max_length", str(10**9)], "Neither an adapter nor 32 times the devices make it fit."),
+    ],
+)
+def test_what_fits_nowhere_ends_with_1(flags, change, llama, tmp_path, capsys) -> None:
+    """With what binds and the smallest change, which fits, and without a command."""
+    flags = ["--model_name_or_path", llama, *flags]
+    text = text_of(capsys, *flags, "--output", str(tmp_path), code=1)
+    words = " ".join(text.split())
+    assert "Nothing fits" in words
+    assert "'s memory (" in words
+    assert change in words
+    assert "accelerate" not in text
+    assert "Next best" not in text
     assert (tmp_path / "plan.html").exists()
-    assert not (tmp_path / "tokens_per_second.png").exists()
+    if (start := "The smallest change that fits: ") in words:
+        asked = words.partition(start)[2].partition(".")[0].split()
+        assert main([*flags, *asked]) == 0  # the later of two values counts
+
+
+def test_a_shorter_length_is_recommended_where_none_of_the_usual_fits(llama, capsys) -> None:
+    flags = ["--gpus", "1", "--gpu", "RTX 4090", "--use_peft", "True"]
+    found = as_json(capsys, "--model_name_or_path", llama, *flags, "--lengths", "1048576")
+    length, longest = found["recommendation"]["length"], max(of["longest"] for of in found["arrangements"].values())
+    assert length <= longest < 2 * length
 
 
 def test_preferences_are_planned_with_the_pass_of_their_reference(capsys) -> None:
     flags = [*TINY, "--gpus", "2", "--max_length", "65536", "--lengths", "65536", "--memory", "balanced"]
-    plans = {}
-    for method in ("train", "dpo"):
-        assert main([*flags, "--method", method, "--json"]) == 0
-        plans[method] = json.loads(capsys.readouterr().out)
-    train, dpo = plans.values()
-    assert train["reference_seconds"] is None
-    assert f"-m longctx.{dpo['method']} " in dpo["recommendation"]["command"]
-    step = dpo["recommendation"]["at"][0]["seconds_per_step"]
-    assert 0.2 * step < dpo["reference_seconds"] < 0.4 * step  # the backward pass is over twice the forward pass
-    assert step == train["recommendation"]["at"][0]["seconds_per_step"]  # a shared prompt with short answers
-    assert main([*flags, "--method", "dpo"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "the reference model's log-probabilities take a forward pass" in text
-    assert "one pair per sequence, planned as one document: its answers share the prompt" in text
-
-
-def test_pairs_that_do_not_share_their_prompt_are_planned_as_two_documents(tmp_path, capsys) -> None:
-    """Layers with windows, which a forecast counts as full attention: two documents attend to half as much each."""
-    windows = tiny_config()
-    windows.update({"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 2})
-    plans = []
-    for number, config in enumerate((tiny_config(), windows)):
-        config.save_pretrained(tmp_path / str(number))
-        flags = ["--model_name_or_path", str(tmp_path / str(number)), "--method", "dpo", "--json"]
-        sizes = ["--gpus", "2", "--max_length", "524288", "--lengths", "524288", "--memory", "balanced"]
-        assert main([*flags, *sizes]) == 0
-        plans.append(json.loads(capsys.readouterr().out))
-    assert [plan["shares_prompts"] for plan in plans] == [True, False]
-    shared, twice = (plan["recommendation"]["at"][0]["seconds_per_step"] for plan in plans)
-    assert twice < shared
+    found = as_json(capsys, *flags, "--method", "dpo")
+    assert "-m longctx.dpo " in found["recommendation"]["command"]
+    assert "forward pass" not in text_of(capsys, *flags)
+    text = " ".join(text_of(capsys, *flags, "--method", "dpo").split())
+    assert "one pair a sequence" in text
+    seconds = text.partition("one forward pass over all sequences: ")[2].partition(" s ")[0]
+    step = found["recommendation"]["seconds_per_step"]
+    assert 0.2 * step < float(seconds) < 0.4 * step  # the backward pass is over twice the forward pass

@@ -13,6 +13,9 @@ import socket
 import sys
 from pathlib import Path
 
+import pytest
+
+import longctx.launch.spawn
 from benchmarks.ranks import run_group, start_server
 from longctx.launch.network import choose_interface
 from longctx.launch.store import STORE_FILE, meeting_point, private_folder, store_file
@@ -41,6 +44,30 @@ def run_ranks(world_size: int, target: str, *arguments, timeout: float = 300, ba
         logs = "\n".join(f"--- rank {rank}\n{_log(folder, rank)}" for rank in range(world_size))
         assert ended.status == "ok", f"{ended.status}: {ended.error}\n{logs}"
         return list(ended.reports)
+
+
+MAINS = {
+    **{module: f"{module}:main" for module in ("longctx.train", "longctx.dpo")},
+    "longctx.verify": "longctx.verify.__main__:main",
+}
+"""What `python -m` of a module calls."""
+
+
+def start_rank_0_alone(patch) -> None:
+    """Where longctx would start processes, be rank 0 of them in this process, up to where it would prepare the run.
+
+    So tests see what that rank refuses, without the seconds that processes take to import all.
+    """
+
+    def spawn(num_processes, arguments, module, **_):
+        with private_folder() as folder, patch.context() as ended:
+            for name, value in longctx.launch.spawn.environment_of(0, num_processes, folder).items():
+                ended.setenv(name, value)
+            for work in ("longctx.train._train", "longctx.verify.__main__._compare"):
+                ended.setattr(work, lambda *_, **__: pytest.fail("rank 0 refused nothing"))
+            return pkgutil.resolve_name(MAINS[module])(arguments)
+
+    patch.setattr("longctx.launch.spawn.spawn", spawn)
 
 
 def one_by_one(cases):

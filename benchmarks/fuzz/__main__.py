@@ -129,7 +129,7 @@ def _warm_up() -> None:
 
     from longctx.model import load  # noqa: F401
     from longctx.training import dataset  # noqa: F401
-    from longctx.training.checkpoint import read_manifest  # noqa: F401
+    from longctx.training.checkpoint.files import read_manifest  # noqa: F401
 
     datasets.disable_progress_bars()
     usual_settings()

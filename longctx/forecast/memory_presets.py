@@ -53,8 +53,9 @@ def asked_memory_options(settings: Settings) -> dict[str, Any]:
         ValueError: if a value in --gradient_checkpointing_kwargs is wrong.
     """
     asked = {name: settings[name] for name in OWN_FLAGS if settings.is_set(name) and settings[name] is not None}
-    if settings.is_set("gradient_checkpointing") and settings["gradient_checkpointing"] is not None:
-        asked["activation_checkpointing"] = settings["gradient_checkpointing"]
+    checkpoints = settings["gradient_checkpointing"]
+    if checkpoints is False or (checkpoints and settings.is_set("gradient_checkpointing")):  # the demo sets False
+        asked["activation_checkpointing"] = checkpoints
     if settings["gradient_checkpointing_kwargs"] is not None:
         asked |= _of_checkpoints(settings["gradient_checkpointing_kwargs"])
     if settings.is_set("activation_offloading"):

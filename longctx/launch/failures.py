@@ -15,12 +15,10 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from trl import SFTConfig
 
-from longctx.launch.terminal import tell
+from longctx.launch.spawn import SPAWNED, died
+from longctx.launch.terminal import FAILED, tell
 from longctx.ranks import hang
-from longctx.ranks.peers import FAILED, LEAVE_SECONDS, Failure, Peers, current_peers
-
-OWN_RUN = "longctx-"
-"""Prefix of the ids of runs that longctx starts. It sees how their processes end, so ranks need not report it."""
+from longctx.ranks.peers import LEAVE_SECONDS, Failure, Peers, current_peers
 
 _OF_OTHERS = (
     *("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL error"),
@@ -62,7 +60,7 @@ def failures_told(how_to_resume: Callable[[], str], timeout: float, output_dir: 
                 get_error_handler().record_exception(error)  # with its traceback, for the launcher's closing report
                 peers.leave()
                 raise
-        mine, is_own = failure.teller == peers.rank, os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN)
+        mine, is_own = failure.teller == peers.rank, SPAWNED in os.environ
         message = f"{died(failure.message)} {resume}" if failure.kind == "died" else failure.message
         prints = mine and not (failure.kind == "died" and is_own)  # our launcher sees which process has died
         # Launchers take the earliest failure, in whole seconds, for the cause.
@@ -112,24 +110,6 @@ class FollowSteps(TrainerCallback):
         hang.WATCH.go_on()
 
     on_substep_end = on_step_end = on_prediction_step = on_evaluate = on_save = on_step_begin
-
-
-_LIKELY = {
-    "SIGKILL": "Most often that is the kernel's out-of-memory killer (dmesg says so): give the run more host memory, "
-    "or fewer processes and data loader workers per node.",
-    "SIGABRT": "So ends a rank that has waited for others for --ddp_timeout in NCCL. Where every rank was is "
-    "written above, before torch's report.",
-}
-
-
-def died(rank: str, by: str = "") -> str:
-    """Return a message on a rank that has ended without an error of its own.
-
-    Args:
-        by: name of the signal, if known.
-    """
-    how = f"was killed by {by}" if by else "has died without an error of its own"
-    return f"{rank} {how}. {_LIKELY.get(by or 'SIGKILL', 'Its last lines, above, may say why.')}"
 
 
 def _is_consequence(error: BaseException | None) -> bool:

@@ -1,107 +1,186 @@
-"""Start a machine's processes where no launcher has; without GPUs, `accelerate launch` starts only one."""
+"""Start a machine's processes where no launcher has. Nothing here imports torch: the launcher stays as long as they."""
 
 from __future__ import annotations
 
-import logging
+import ctypes
+import json
 import os
 import signal
+import subprocess
 import sys
-import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
-from types import FrameType
 
-import psutil
-
-from longctx.launch.failures import OWN_RUN, died
-from longctx.ranks.peers import FAILED
+from longctx.launch.store import decision_in, private_folder, store_file
+from longctx.launch.terminal import FAILED
 from longctx.untrusted.working_directory import without_working_directory
+
+SPAWNED = "LONGCTX_SPAWNED"
+"""Environment variable of ranks that longctx has started. It sees how they end, so they need not report it."""
+PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that ranks get from the launcher. They have sessions of their own, so that Ctrl-C reaches it alone."""
+POLL_SECONDS = 0.1
+STOP_SECONDS = 30
+"""Time for ranks to end by themselves once one has failed."""
+
+_DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-ctrl", "/dev/dxg", "/dev/kfd")
+"""Devices of drivers with which torch may find GPUs, by NVIDIA, on Jetson, in WSL, and by AMD."""
+
+_LIKELY = {
+    "SIGKILL": "Most often that is the kernel's out-of-memory killer (dmesg says so): give the run more host memory, "
+    "or fewer processes and data loader workers per node.",
+    "SIGABRT": "So ends a rank that has waited for others for --ddp_timeout in NCCL. Where every rank was is "
+    "written above, before torch's report.",
+}
 
 
 def device_count() -> int:
-    """Return the number of GPUs that this process can see."""
+    """Return the number of GPUs that this process can see. torch is imported only where the driver does not say."""
+    counted = None if "torch" in sys.modules else _counted_by_driver()
+    if counted is not None:
+        return counted
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def spawn(
-    num_processes: int, arguments: list[str], module: str = "longctx.train", how_to_resume: Callable[[], str] = str
-) -> int:
-    """Run `python -m MODULE ARGUMENTS` in `num_processes` processes, under torch's elastic agent.
+def _counted_by_driver() -> int | None:
+    """Return what torch would count by NVIDIA's driver; None if only torch can tell, as for GPUs named by UUIDs."""
+    if version("torch").endswith("+cpu") or not any(map(os.path.exists, _DRIVERS)):
+        return 0
+    count = ctypes.c_int(-1)
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return count.value
+    names = [name.strip() for name in visible.split(",")]
+    if len(set(names)) < len(names) or not all(name.lstrip("-").isdecimal() for name in names if name):
+        return None
+    return len(list(takewhile(lambda name: name.isdecimal() and int(name) < count.value, names)))
 
-    Return the exit code: 0, or that of the process that failed first. When one fails, the agent stops the others.
+
+def spawn(
+    num_processes: int,
+    arguments: list[str],
+    module: str = "longctx.train",
+    how_to_resume: Callable[[str], str] | None = None,
+) -> int:
+    """Run `python -m MODULE ARGUMENTS` in `num_processes` processes, and stop the others when one fails.
+
+    Return the exit code: 0, or that of the process that failed first.
 
     Args:
-        how_to_resume: returns how to resume after a process was killed.
+        how_to_resume: returns how to go on from a run in a folder, after a process was killed.
     """
-    from longctx.launch.store import private_folder, store_file
+    asked: list[int] = []
+    ranks: list[subprocess.Popen[bytes]] = []
 
-    variables = without_working_directory()
-    variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # with "0" torch's agent listens on every interface
-    variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(
-        max(1, (os.cpu_count() or 1) // num_processes)
-    )
-    with private_folder() as folder, _environment(variables | store_file(folder)):
-        return _run_agent(num_processes, folder, module, arguments, how_to_resume)
+    def pass_on(number: int, _: object) -> None:
+        asked.append(number)
+        for rank in ranks:
+            rank.send_signal(number)
+
+    with private_folder() as folder:
+        handled = [
+            number for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP
+        ]
+        before = {number: signal.signal(number, pass_on) for number in handled}
+        try:
+            while len(ranks) < num_processes and not asked:
+                env = environment_of(len(ranks), num_processes, folder)
+                command = [sys.executable, "-u", "-m", module, *arguments]
+                ranks.append(subprocess.Popen(command, env=env, start_new_session=True))
+            while not any(codes := [rank.poll() for rank in ranks]) and None in codes:
+                time.sleep(POLL_SECONDS)
+            seen = time.time()
+        finally:
+            _stop(ranks)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if len(ranks) < num_processes:
+            return 128 + asked[0]
+        return _report(codes, [rank.pid for rank in ranks], seen, folder, how_to_resume)
 
 
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables within the context."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+def _is_nohup(number: int) -> bool:
+    """Return whether this is the signal of a terminal that goes away, and the run is to go on without one."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
-def _run_agent(
-    num_processes: int, folder: Path, module: str, arguments: list[str], how_to_resume: Callable[[], str]
+def environment_of(rank: int, num_processes: int, folder: Path) -> dict[str, str]:
+    """Return the environment of a rank: its place, and files for its store and its error in the run's folder."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}
+    alone = {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0, SPAWNED: 1}
+    threads = os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // num_processes)
+    own = {"OMP_NUM_THREADS": threads, "TORCHELASTIC_ERROR_FILE": _error_file(folder, rank)}
+    values = {name: str(value) for name, value in (place | alone | own).items()}
+    return {**os.environ, **without_working_directory(), **store_file(folder), **values}
+
+
+def _error_file(folder: Path, rank: int) -> Path:
+    return folder / f"error-{rank}.json"
+
+
+def _stop(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """End ranks with their data loader workers: by SIGTERM, and after STOP_SECONDS by SIGKILL."""
+    for number, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
+        running = [rank for rank in ranks if rank.poll() is None]
+        for rank in running:
+            with suppress(ProcessLookupError):
+                os.killpg(rank.pid, number)
+        until = time.monotonic() + seconds
+        for rank in running:
+            with suppress(subprocess.TimeoutExpired):
+                rank.wait(max(0.0, until - time.monotonic()))
+
+
+def _report(
+    codes: list[int | None],
+    pids: list[int],
+    seen: float,
+    folder: Path,
+    how_to_resume: Callable[[str], str] | None,
 ) -> int:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_processes,
-        run_id=f"{OWN_RUN}{uuid.uuid4().hex}",
-        rdzv_backend="c10d",
-        rdzv_endpoint=str(folder / "agent"),
-        rdzv_configs={"store_type": "file"},
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.2,
-        signals_to_handle="SIGHUP,SIGQUIT",  # ranks stop by themselves on the others
-    )
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its end is reported below
-    # Ranks have sessions of their own, so that Ctrl-C reaches this process alone.
-    before = {number: signal.signal(number, _pass_on) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-    try:
-        elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
-    except ChildFailedError as error:
-        ended_by_agent = -signal.SIGTERM  # after another failure
-        rank, failure = min(error.failures.items(), key=lambda f: (f[1].exitcode == ended_by_agent, f[1].timestamp))
-        told = failure.error_file_data["message"]
-        if failure.exitcode < 0:
-            message = died(f"rank {rank} (pid {failure.pid})", failure.signal_name())
-            print(f"longctx: error: {message} {how_to_resume()}", file=sys.stderr, flush=True)
-        elif isinstance(told, dict) and told["extraInfo"].get("is_left"):
-            print(f"longctx: error on rank {rank}: {failure.message}", file=sys.stderr, flush=True)
-        return failure.exitcode if failure.exitcode > 0 else FAILED
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return 0
+    """Print why the process that failed first did, unless it has itself, and return its exit code; 0 if none failed."""
+    told = {rank: _told(folder, rank) for rank, code in enumerate(codes) if code}
+    if not told:
+        return 0
+    # Others may have ended because of it: by SIGTERM, or saying that they failed later.
+    first = min(told, key=lambda rank: (codes[rank] == -signal.SIGTERM, float(told[rank].get("timestamp", int(seen)))))
+    code = codes[first] or FAILED
+    if code < 0:
+        message = died(f"rank {first} (pid {pids[first]})", signal.Signals(-code).name)
+        output_dir = decision_in(folder).get("output_dir")
+        resume = how_to_resume(output_dir) if how_to_resume and output_dir else ""
+        print(f"longctx: error: {message} {resume}".rstrip(), file=sys.stderr, flush=True)
+    elif told[first].get("is_left"):
+        print(f"longctx: error on rank {first}: {told[first]['message']}", file=sys.stderr, flush=True)
+    return code if code > 0 else FAILED
 
 
-def _pass_on(number: int, frame: FrameType | None) -> None:
-    for process in psutil.Process().children():
-        process.send_signal(number)
+def _told(folder: Path, rank: int) -> dict[str, str]:
+    """Return what a rank says of its failure: its message, the time of it, and whether it leaves it to be printed."""
+    path = _error_file(folder, rank)
+    if not path.exists():
+        return {}
+    message = json.loads(path.read_text())["message"]
+    return {"message": message["message"], **message["extraInfo"]}
+
+
+def died(rank: str, by: str = "") -> str:
+    """Return a message on a rank that has ended without an error of its own.
+
+    Args:
+        by: name of the signal, if known.
+    """
+    how = f"was killed by {by}" if by else "has died without an error of its own"
+    return f"{rank} {how}. {_LIKELY.get(by or 'SIGKILL', 'Its last lines, above, may say why.')}"

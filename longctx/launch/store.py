@@ -1,4 +1,4 @@
-"""A store for the processes of one machine: a file in a folder that no other user can open. Renew torchrun's store.
+"""Where ranks meet: a file in a folder that no other user can open, or the store of another launcher, renewed.
 
 torch's stores have no passwords. Whoever reaches a TCPStore can read and set its keys, some of which torch unpickles.
 A file store is protected by the file system's permissions.
@@ -15,17 +15,22 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import itertools
+import json
 import os
 import re
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longctx.ranks import is_first_rank
+from longctx.untrusted.files import written_whole
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -141,3 +146,75 @@ def renew_store() -> None:
         agents.set(key, str(_server.port))
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", agents.get(key).decode()
     os.environ[_SHARED] = "False"
+
+
+# What rank 0 decides, before there is a process group
+
+READ_SECONDS = 60.0
+"""Time for ranks to read what rank 0 has decided, if its process keeps the store and is to end."""
+_decisions = itertools.count()
+_kept: dict[str, TCPStore] = {}  # by the key of what it holds; the process group's store shares its server
+
+
+def share_decision(decided: Mapping[str, Any] | None, seconds: float) -> dict[str, Any]:
+    """Return on every rank what rank 0 has decided. All ranks call this, before they start a process group.
+
+    Args:
+        decided: values that JSON can express; None on other ranks.
+        seconds: time to wait for rank 0.
+
+    Raises:
+        ValueError: if rank 0 cannot be reached.
+    """
+    number = next(_decisions)
+    if STORE_FILE in os.environ:
+        return _share_by_file(decided, Path(os.environ[STORE_FILE]).with_name(f"decision-{number}"), seconds)
+    renew_store()
+    from torch.distributed import TCPStore
+
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts = decided is not None and os.environ.get(_SHARED) != "True"
+    key = f"longctx/decision/{os.environ['WORLD_SIZE']}/{number}"
+    try:
+        store = TCPStore(
+            *place, is_master=hosts, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=seconds)
+        )
+        if decided is None:
+            decided = json.loads(store.get(key))
+            store.add(f"{key}/read", 1)
+            return dict(decided)
+        store.set(key, json.dumps(decided))
+    except RuntimeError as error:
+        raise ValueError(
+            f"rank {os.environ['RANK']} on {socket.gethostname()} and rank 0 do not meet at {place[0]}:{place[1]} "
+            f"({str(error).splitlines()[0]}). Check that all nodes reach this address."
+        ) from error
+    if hosts:
+        _kept[key] = store
+    return dict(decided)
+
+
+def decision_in(folder: Path) -> dict[str, Any]:
+    """Return what rank 0 of the run of a private folder has decided; nothing if it has not yet."""
+    path = folder / "decision-0"
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def wait_for_readers() -> None:
+    """Keep the store until all ranks have read what rank 0 has decided, before its process ends."""
+    until = time.monotonic() + READ_SECONDS
+    for key, store in _kept.items():
+        while store.add(f"{key}/read", 0) < int(os.environ["WORLD_SIZE"]) - 1 and time.monotonic() < until:
+            time.sleep(0.05)
+
+
+def _share_by_file(decided: Mapping[str, Any] | None, path: Path, seconds: float) -> dict[str, Any]:
+    if decided is not None:
+        with written_whole(path) as unfinished:
+            unfinished.write_text(json.dumps(decided))
+    until = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > until:
+            raise ValueError(f"rank 0 has decided nothing for {seconds:.0f} s (--ddp_timeout). Start the run anew.")
+        time.sleep(0.05)
+    return dict(json.loads(path.read_text()))

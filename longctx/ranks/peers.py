@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import psutil
 import torch.distributed as dist
 
-FAILED = 1
 LEAVE_SECONDS = 10.0
 """Time for ranks to learn why the run has failed, and to leave."""
 _LINK_OPTIONS = {

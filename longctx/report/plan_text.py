@@ -91,7 +91,7 @@ class Plan:
         """
         asked = settings["max_length"] if settings.is_set("max_length") else None
         path = Path(settings["model_name_or_path"])
-        model = str(path.parent) if path.is_file() else settings["model_name_or_path"]
+        model = str(path.parent) if path.name == "config.json" else settings["model_name_or_path"]
         values = settings.with_("command", model_name_or_path=model, max_length=None)
         if not (settings["dataset_name"] or settings["datasets"]):
             values = values.with_("command", dataset_name="DATA")

@@ -33,17 +33,17 @@ from longctx.run.processes import agree, degrees, start_processes
 from longctx.sequence.mesh import select_device
 from longctx.settings.machine_checks import check_kernel_package
 from longctx.settings.run import Run
-from longctx.training.checkpoint import (
+from longctx.training.checkpoint.files import (
     MANIFEST,
     CheckpointError,
     Manifest,
     check_files,
     check_same,
-    check_side_files,
-    optimization_flags,
     read_manifest,
 )
 from longctx.training.checkpoint.folder import RunRecord, begin, checkpoint_of, checkpoints, is_path, older_named
+from longctx.training.checkpoint.saving import optimization_flags
+from longctx.training.checkpoint.states import check_side_files
 from longctx.training.dataset import StreamedData, TrainingData, prepare_data_set
 from longctx.training.engines import configure_deepspeed
 from longctx.training.fingerprint import compare_files, data_identity, is_preference, reference_identity

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from longctx.sequence.mesh import ParallelDims
+from longctx.launch.spawn import device_count
 from longctx.settings.launcher import Launcher, profile_name
+from longctx.settings.rules import fill
 from longctx.settings.values import Settings
+
+if TYPE_CHECKING:
+    from longctx.sequence.mesh import ParallelDims
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +63,28 @@ def count_processes(settings: Settings, launcher: Launcher, devices: int) -> tup
 def count_all_processes(settings: Settings, launcher: Launcher, devices: int) -> int:
     """Return the processes of a run whose --sp is auto: those started, else --num_processes, else one for each GPU."""
     return launcher.world_size or settings["num_processes"] or (1 if settings["use_cpu"] else max(devices, 1))
+
+
+def count_to_start(settings: Settings, launcher: Launcher) -> int:
+    """Return how many processes this one has to start: all of the run, or none if a launcher has or one is enough.
+
+    torch is not imported. `longctx.settings.resolve` does the same again in every process, and then the rest.
+
+    Raises:
+        ValueError: if flags, profile and launcher contradict each other, or there are too few GPUs.
+    """
+    settings = fill(settings, launcher)
+    if launcher.launched or settings["dry_run"] or settings["prepare_only"]:
+        return 0
+    devices = device_count()
+    if isinstance(settings["sp"], str):  # auto or all
+        count = count_all_processes(settings, launcher, devices)
+    else:
+        try:
+            count = count_processes(settings, launcher, devices)[1].world_size
+        except ValueError as error:
+            raise ValueError(settings.as_asked(str(error))) from error
+    return count if count > 1 or "deepspeed" in (settings["engine"], launcher.engine) else 0
 
 
 def _fit_demo(wanted: Processes, settings: Settings, launcher: Launcher, devices: int) -> tuple[Processes, list[str]]:

@@ -5,6 +5,7 @@ Nothing here starts a process, opens data or reads weights, so a bad combination
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from longctx.forecast.learned import corrected
 from longctx.forecast.memory_options import ALL, AUTO
 from longctx.forecast.memory_presets import asked_memory_options
 from longctx.launch.spawn import device_count
+from longctx.launch.store import share_decision
 from longctx.layers.compiled import check_compile
 from longctx.layers.liger import check_liger_machine, liger_parts
 from longctx.machine.here import Machine, devices_per_node
@@ -28,6 +30,7 @@ from longctx.model.adapter import check_adapter, check_quantization
 from longctx.model.allow_list import num_heads
 from longctx.model.tiny import TINY
 from longctx.ranks import is_first_rank
+from longctx.ranks.agreement import RefusedOnAllRanks
 from longctx.settings.auto import choose_layout, one_group, with_forecast
 from longctx.settings.engine import choose, choose_engine, clipping, kernel_notes, precision_notes
 from longctx.settings.launcher import Launcher, read_profile
@@ -46,13 +49,57 @@ from longctx.settings.run import Run, arrange, given_multiple, pad_multiple
 from longctx.settings.values import Settings
 from longctx.training.checkpoint.folder import check_output, default_folder, is_restarted
 
+REFUSED_SECONDS = 3.0
+"""By how much ranks outlive a rank 0 that refuses, since a launcher stops all of them once one has ended."""
 
-def resolve(settings: Settings, launcher: Launcher, env: Mapping[str, str]) -> Run:
+
+def resolve_together(
+    settings: Settings,
+    launcher: Launcher,
+    env: Mapping[str, str],
+    complete: Callable[[Run], Run] = lambda run: run,
+) -> Run:
+    """Return the resolved run on all ranks of a launcher, or in a single process.
+
+    Rank 0 refuses for all, and decides what depends on the free memory and the speed of a device.
+
+    Args:
+        complete: what else is decided, or refused by a ValueError.
+
+    Raises:
+        RefusedOnAllRanks: if rank 0 refuses the run.
+        ValueError: for what this process alone cannot carry out; see `resolve`.
+    """
+    if launcher.world_size in (None, 1) or settings["dry_run"] or settings["prepare_only"]:
+        return complete(resolve(settings, launcher, env))
+    seconds = settings["ddp_timeout"]
+    if not is_first_rank():
+        decided = share_decision(None, seconds)
+        if "refused" in decided:
+            time.sleep(REFUSED_SECONDS)
+            raise RefusedOnAllRanks(decided["refused"], is_mine=False)
+        return complete(resolve(settings, launcher, env, decided))
+    try:
+        run = complete(resolve(settings, launcher, env))
+    except BaseException as error:
+        refused = str(error) if isinstance(error, ValueError) else f"rank 0 stopped with {type(error).__name__}"
+        share_decision({"refused": refused}, seconds)
+        if isinstance(error, ValueError):
+            raise RefusedOnAllRanks(refused, is_mine=True) from error
+        raise
+    share_decision(run.decided, seconds)
+    return run
+
+
+def resolve(
+    settings: Settings, launcher: Launcher, env: Mapping[str, str], decided: Mapping[str, Any] | None = None
+) -> Run:
     """Return the resolved run.
 
     Args:
         settings: as `parse_flags` returns them.
         env: the environment, for the launcher's ranks and nodes.
+        decided: what another process has decided, as `Run.decided` has it.
 
     Raises:
         ValueError: for the first setting that cannot be carried out exactly, with its value, limit and remedy.
@@ -64,15 +111,27 @@ def resolve(settings: Settings, launcher: Launcher, env: Mapping[str, str]) -> R
         machine = corrected(machine)
     settings = fill(settings, launcher)
     try:
-        return _resolved(settings, launcher, env, machine, gpus)
+        return _resolved(settings, launcher, env, machine, gpus, decided)
     except ValueError as error:
         raise ValueError(settings.as_asked(str(error))) from error
 
 
-def _resolved(settings: Settings, launcher: Launcher, env: Mapping[str, str], machine: Machine, gpus: int) -> Run:
+def _resolved(
+    settings: Settings,
+    launcher: Launcher,
+    env: Mapping[str, str],
+    machine: Machine,
+    gpus: int,
+    decided: Mapping[str, Any] | None,
+) -> Run:
+    if decided is not None:
+        settings = settings.decided(output_dir=decided["output_dir"]).with_("auto", **decided["chosen"])
     settings, model_config = configure_model(_take_output(_of_method(settings), env))
     check_layer_classes(launcher.layer_classes, model_config)
     arranged = partial(_arranged, model_config=model_config, launcher=launcher, env=env, machine=machine, gpus=gpus)
+    if decided is not None:
+        run = arranged(settings if settings["memory"] else settings.decided(memory="balanced"))
+        return replace(run, layout_reason=decided["reason"], forecast=run.cost())
     world_size = count_all_processes(settings, launcher, gpus)
     if settings["memory"] is None:
         settings = settings.decided(memory=_memory_by_default(settings, machine))

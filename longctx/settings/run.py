@@ -75,6 +75,12 @@ class Run:
         """Whether the run's processes form a group; DeepSpeed makes one of a single process, too."""
         return self.dims.world_size > 1 or self.engine == "deepspeed"
 
+    @property
+    def decided(self) -> dict[str, Any]:
+        """What one process decides for all, as JSON can express it: what auto chose, and the output folder."""
+        chosen = {name: self.flags[name] for name, origin in self.flags.origins.items() if origin == "auto"}
+        return {"chosen": chosen, "reason": self.layout_reason, "output_dir": self.settings["output_dir"]}
+
     @cached_property
     def _shape(self) -> RunShape:
         """Return `shape`, before it is decided whether the exchange overlaps with attention."""

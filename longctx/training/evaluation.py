@@ -19,7 +19,7 @@ from longctx.parallel import SequenceParallel
 from longctx.ranks.agreement import gather_objects
 from longctx.regions import region
 from longctx.sequence.mesh import ParallelDims
-from longctx.training.checkpoint import ResumableMixin
+from longctx.training.checkpoint.trainer import ResumableMixin
 from longctx.training.data_order import StepLoader, StepSampler, end_with_parent
 from longctx.training.metrics import StepMetrics, TokenMeans
 from longctx.training.objective import Objective

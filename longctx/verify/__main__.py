@@ -11,18 +11,18 @@ import tempfile
 import time
 from contextlib import redirect_stdout
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from longctx.launch.accelerate import who_starts
 from longctx.launch.interrupts import interrupts_end
 from longctx.launch.terminal import end_refused, quieten
 from longctx.settings.flags import SFT
 from longctx.settings.help import help_asked
 from longctx.settings.launcher import Launcher
+from longctx.settings.processes import count_to_start
 from longctx.settings.read import parse_flags
 from longctx.settings.schema import BOOL, INT, Flag, Method
 from longctx.settings.values import Settings
-from longctx.train import take_over
+from longctx.train import start, take_over
 from longctx.verify.report import Check, Finding, as_advice, as_json, as_table, culprit
 
 if TYPE_CHECKING:
@@ -57,6 +57,57 @@ VERIFY = Method(
 )
 
 
+DEFAULTS = {
+    "model_name_or_path": "tiny",
+    "dataset_name": "stdlib",
+    "max_length": 512,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,  # with other numbers of label tokens
+    "overlong": "split",
+}
+"""Values of flags that neither the user nor a profile sets.
+
+The precision is that of training: fp32 on a GPU would run other kernels than training does.
+"""
+
+FIXED = {
+    "max_steps": 1,
+    "max_grad_norm": 0.0,
+    "optim": "sgd",
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "save_only_model": True,
+    "push_to_hub": False,
+    "dataset_streaming": False,
+    "streaming": False,
+    "eval_strategy": "no",
+    "eval_on_start": False,
+    "load_best_model_at_end": False,
+    "early_stopping_patience": None,
+    "resume_from_checkpoint": None,
+    "output_dir": None,
+    "overwrite_output_dir": False,
+    "train_sampling_strategy": "sequential",
+    "balance_packs": False,
+}
+"""Whatever the user sets: one step, whose update is of no interest, so no clipping and an optimizer without states."""
+
+
+def with_defaults(settings: Settings, launcher: Launcher) -> Settings:
+    """Return the settings, completed by what a verification needs."""
+    wanted: dict[str, Any] = dict(DEFAULTS)
+    if settings["datasets"]:
+        del wanted["dataset_name"]
+    if settings["global_batch_size"] is not None:
+        del wanted["gradient_accumulation_steps"]
+    wanted = {name: value for name, value in wanted.items() if not settings.is_set(name)} | FIXED
+    # What a profile sets, such as the bound on the gradient's norm, stays.
+    return settings.with_("command", **{name: value for name, value in wanted.items() if name not in launcher.values})
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Verify one run and return the exit code."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -73,9 +124,13 @@ def main(arguments: list[str] | None = None) -> int:
             if device_count() == 0:
                 stay_on_cpu()  # accelerate's launcher imports DeepSpeed, which would say so on stdout
         launcher = take_over(settings, VERIFY.module)
+        settings = with_defaults(settings, launcher)
+        started = count_to_start(settings, launcher)
     except ValueError as error:
         return end_refused(error)
     with interrupts_end(), redirect_stdout(sys.stderr):  # what libraries print; the result alone goes to stdout
+        if started:
+            return start(started, settings, launcher, print)
         return _verify(settings, launcher)
 
 
@@ -85,20 +140,15 @@ def _verify(settings: Settings, launcher: Launcher) -> int:
     quieten()
     prefer_huge_pages()
     set_up_allocators()
-    from longctx.launch.spawn import spawn
-    from longctx.settings.resolve import resolve
-    from longctx.verify.setup import check_engine, few_layers, with_defaults
+    from longctx.settings.resolve import resolve_together
+    from longctx.verify.setup import check_engine, few_layers
 
     try:
-        run = check_engine(resolve(with_defaults(settings, launcher), launcher, os.environ))
-        run = few_layers(run, settings["num_layers"])
+        run = resolve_together(
+            settings, launcher, os.environ, lambda run: few_layers(check_engine(run), settings["num_layers"])
+        )
     except ValueError as error:
         return end_refused(error)
-    if run.must_spawn:
-        why = who_starts(run.dims.world_size, VERIFY.module, only_one_started=launcher.only_one_started)
-        print(f"longctx: {why}", flush=True)
-        return spawn(run.dims.world_size, list(settings.arguments), VERIFY.module)
-
     from longctx.run import finish
 
     try:

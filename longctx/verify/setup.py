@@ -15,74 +15,19 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from longctx.data import name_data
-from longctx.launch.spawn import device_count
 from longctx.model.load import first_layers
 from longctx.model.tiny import TINY, tiny_config
 from longctx.packing import PackedDataset
 from longctx.ranks.agreement import on_all_ranks
 from longctx.run import PreparedRun, load
-from longctx.settings.launcher import Launcher
 from longctx.settings.run import Run
-from longctx.settings.values import Settings
 from longctx.training.dataset import TrainingData
 from longctx.upstream.accelerate_internals import load_whole_models
-
-DEFAULTS = {
-    "model_name_or_path": TINY,
-    "dataset_name": "stdlib",
-    "max_length": 512,
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,  # with other numbers of label tokens
-    "overlong": "split",
-}
-"""Values of flags that neither the user nor a profile sets. On the CPU, bf16 is off besides.
-
-On GPUs the precision is that of training, bf16, since fp32 would run other kernels than training does.
-"""
-
-FIXED = {
-    "max_steps": 1,
-    "max_grad_norm": 0.0,
-    "optim": "sgd",
-    "logging_strategy": "steps",
-    "logging_steps": 1,
-    "report_to": "none",
-    "disable_tqdm": True,
-    "save_strategy": "no",
-    "save_only_model": True,
-    "push_to_hub": False,
-    "dataset_streaming": False,
-    "streaming": False,
-    "eval_strategy": "no",
-    "eval_on_start": False,
-    "load_best_model_at_end": False,
-    "early_stopping_patience": None,
-    "resume_from_checkpoint": None,
-    "output_dir": None,
-    "overwrite_output_dir": False,
-    "train_sampling_strategy": "sequential",
-    "balance_packs": False,
-}
-"""Whatever the user sets: one step, whose update is of no interest, so no clipping and an optimizer without states."""
 
 LARGE = 200_000_000
 """Parameters from which a model's first layers stand for all."""
 
 CONSIDERED_ROWS = 500
-
-
-def with_defaults(settings: Settings, launcher: Launcher) -> Settings:
-    """Return the settings, completed by what a verification needs."""
-    wanted: dict[str, Any] = dict(DEFAULTS)
-    if settings["datasets"]:
-        del wanted["dataset_name"]
-    if settings["global_batch_size"] is not None:
-        del wanted["gradient_accumulation_steps"]
-    if settings["use_cpu"] or "use_cpu" in launcher.values or device_count() == 0:
-        wanted["bf16"] = False
-    wanted = {name: value for name, value in wanted.items() if not settings.is_set(name)} | FIXED
-    # What a profile sets, such as the bound on the gradient's norm, stays.
-    return settings.with_("command", **{name: value for name, value in wanted.items() if name not in launcher.values})
 
 
 def check_engine(run: Run) -> Run:

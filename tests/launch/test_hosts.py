@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from longctx.training.checkpoint import check_files, read_manifest
+from longctx.training.checkpoint.files import check_files, read_manifest
 from tests.hosts import serve_ssh, two_hosts, wait_until, why_no_hosts, why_no_ssh
 from tests.reference import train_reference
 from tests.training.test_training import COMMON, LEARNING_RATE, STEPS, check, make_documents, write_jsonl

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 
 import pytest
 
 from longctx.model.tiny import tiny_config
 from longctx.plan import main
 from tests.test_plan import LLAMA_8B, TINY
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def data_of_page(path):
@@ -18,42 +22,76 @@ def data_of_page(path):
     )
 
 
-def test_the_page_has_every_choice_with_the_plan_s_own_forecasts(tmp_path, capsys) -> None:
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """A plan as JSON, and its page."""
+    folder = tmp_path_factory.mktemp("plan")
+    LLAMA_8B.save_pretrained(folder)
+    flags = ["--gpus", "4", "--max_length", "50000", "--output", str(folder / "new")]
+    assert main(["--model_name_or_path", str(folder), *flags]) == 0
+    return json.loads((folder / "new" / "plan.json").read_text()), folder / "new" / "plan.html"
+
+
+def test_the_page_has_every_choice_with_the_plan_s_own_forecasts(both) -> None:
     """The page also has the choices for fewer devices. Its script builds the same command that the plan prints."""
-    page = tmp_path / "new" / "plan.html"
-    LLAMA_8B.save_pretrained(tmp_path)
-    flags = ["--gpus", "4", "--max_length", "50000", "--html", str(page), "--json"]
-    assert main(["--model_name_or_path", str(tmp_path), *flags]) == 0
-    plan, data = json.loads(capsys.readouterr().out), data_of_page(page)
+    plan, page = both
+    data = data_of_page(page)
     assert [machine["gpus"] for machine in data["machines"]] == [1, 2, 4]
     here, at = data["machines"][-1], data["lengths"].index(data["length"])
     assert data["length"] == 50000
-    choice = next(c for c in here["candidates"] if c["name"] == here["recommended"][at])
-    shown = {**choice, **choice["at"][at]}  # as the script does
-    parts = [here["launcher"], data["run_flags"], data["rope_flags"][at], "--max_length 50000", shown["flags"]]
-    assert " ".join(part for part in parts if part) == plan["recommendation"]["command"]
-    assert {c["name"] for c in here["candidates"]} == {name_of(c) for c in plan["candidates"]}
-    forecast = plan["recommendation"]["at"][0]
-    assert choice["at"][at]["device"] == {name: round(size) for name, size in forecast["device_bytes"].items()}
-    assert choice["at"][at]["seconds"] == pytest.approx(forecast["seconds_per_step"], abs=1e-4)
-    too_long = next(c for c in here["candidates"] if c["longest"] < data["lengths"][-1])
-    assert too_long["at"][-1]["seconds"] is None
+    assert {*map(int, plan["choices"])} <= {*data["lengths"]}
+    first, best = here["at"][at][0], plan["recommendation"]
+    assert f"{here['launcher']} {data['run_flags'][at]} {first['flags']}" == best["command"]
+    assert {one["name"] for one in here["at"][at]} == {*plan["arrangements"]} == {*here["longest"]}
+    assert first["name"] == best["arrangement"]
+    assert first["device"] == {name: round(size) for name, size in best["device_bytes"].items()}
+    assert first["seconds"] == pytest.approx(best["seconds_per_step"], abs=1e-4)
+    alone = data["machines"][0]
+    assert not alone["fits"][-1]
+    assert {one["level"] for one in alone["at"][-1]} == {2}
 
 
-def name_of(candidate):
-    both = min(candidate["ring"], candidate["ulysses"]) > 1
-    ways = f"{candidate['ulysses']} x ring {candidate['ring']}" if both else str(candidate["sp"])
-    name = f"{candidate['backend']} {ways}".replace("local 1", "sp 1")
-    return f"{name} --memory {candidate['memory']}"
+def test_what_is_recommended_comes_first_and_the_others_by_speed(both) -> None:
+    data = data_of_page(both[1])
+    for machine in data["machines"]:
+        for options, fits in zip(machine["at"], machine["fits"], strict=True):
+            assert fits == (options[0]["level"] < 2)
+            others = options[1:] if fits else options
+            rank = [(one["level"], one["used"] if one["level"] == 2 else -one["speed"]) for one in others]
+            assert rank == sorted(rank)
 
 
 def test_the_page_fetches_nothing_and_shows_names_as_text(tmp_path, capsys) -> None:
     folder = tmp_path / "<b>model"
     tiny_config().save_pretrained(folder)
-    page = tmp_path / "plan.html"
+    page = tmp_path / "new" / "plan.html"
     assert main(["--model_name_or_path", str(folder), *TINY[2:], "--gpus", "1", "--html", str(page)]) == 0
     text = page.read_text()
     assert "default-src 'none'" in text
     assert not re.search(r"(?:src|href)=\"(?!data:)|@import|url\(|fetch\(|https?:", text)
     assert "<b>" not in text
-    assert str(folder) in data_of_page(page)["run_flags"]
+    assert all(str(folder) in flags for flags in data_of_page(page)["run_flags"])
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a browser (apt-get install chromium)")
+@pytest.mark.parametrize("width", [400, 1280])
+def test_a_browser_shows_the_recommendation_without_an_error_or_a_request(width, both, tmp_path) -> None:
+    plan, page = both
+    log = tmp_path / "net.json"
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--enable-logging=stderr"]
+    flags += [f"--log-net-log={log}", "--disable-background-networking", f"--user-data-dir={tmp_path / 'user'}"]
+    done = subprocess.run([CHROMIUM, *flags, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert "CONSOLE" not in done.stderr
+    command = done.stdout.partition('<pre id="command" tabindex="0">')[2].partition("</pre>")[0]
+    words = " ".join(re.sub("<[^>]*>", "", command).split()).replace("&quot;", '"')
+    best = plan["recommendation"]
+    assert words == best["command"]
+    assert f"<dd>{best['tokens_per_second_per_device']:,.0f}</dd>" in done.stdout.replace(' class=""', "")
+    assert "50,000 tokens" in done.stdout
+    assert len(re.findall("<figure>", done.stdout)) == 2
+    names = re.findall(r'<th scope="row">([^<]*)</th>', done.stdout)
+    assert names[0] == best["arrangement"]
+    assert sorted(names) == sorted(plan["arrangements"])
+    asked = re.findall(r'"url":"([^"]+)"', log.read_text())
+    assert [url for url in asked if not re.match(r"file:|data:|https?://[^/]*(google|gvt1)", url)] == []

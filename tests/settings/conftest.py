@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState
 
 from longctx.model.tiny import tiny_config, tiny_tokenizer
 from longctx.train import main
+from tests.workers import start_rank_0_alone
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def _where(args):
 def single_process(monkeypatch, tmp_path_factory):
     """No GPU and no launcher, nothing is spawned, no weights are read, no trace is left."""
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
-    monkeypatch.setattr("longctx.launch.spawn.spawn", lambda *_: pytest.fail("processes were started"))
+    start_rank_0_alone(monkeypatch)
     monkeypatch.setattr("longctx.run.model.load_model", lambda *_, **__: pytest.fail("weights were read"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path_factory.mktemp("called"))  # and not in a model's folder, where a run would write

@@ -57,7 +57,7 @@ def test_help_all_lists_every_flag_once_with_values_and_defaults(run, method, ca
     assert said["learning_rate"].endswith(f"Default: {values['learning_rate']}.")
     assert said["max_length"].endswith("Default: the model's context.")
     assert said["packing"].endswith("Default: True.")
-    assert said["memory"].endswith("fastest, auto. Default: auto on one GPU, else balanced.")
+    assert said["memory"].endswith("fastest, auto. Default: auto on GPUs, else balanced.")
     assert said["local_rank"] == "No effect since the launcher sets the rank."
     assert said["fsdp_config"].startswith("Refused: set FSDP's options in an FSDP profile")
     assert said["load_in_8bit"] == "Load the base model in 8 bits. Only False is accepted."

@@ -27,7 +27,7 @@ def test_sp_does_not_divide_the_processes(refused, monkeypatch):
     refused("--sp", "2", "--num_processes", "3", parts=("--sp 2", "3 processes", "Use --sp 1 | 3", "multiple of 2"))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "6")
-    refused("--sp", "4", parts=("--sp 4", "6 processes", "Use --sp 1 | 2 | 3 | 6"))
+    refused("--sp", "4", "--dry_run", parts=("--sp 4", "6 processes", "Use --sp 1 | 2 | 3 | 6"))
 
 
 def test_dp_replicate_does_not_divide(refused):
@@ -41,7 +41,7 @@ def test_more_ranks_than_devices(refused, monkeypatch, without_preflight):
     refused(*OWN, "--sp", "4", parts=("4 processes", "2 are visible", "--sp 2", "--use_cpu"))
     for name, value in {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    refused(*OWN, "--sp", "4", parts=("4 processes", "2 are visible", "--sp 2", "--use_cpu"))
+    refused(*OWN, "--sp", "4", "--dry_run", parts=("4 processes", "2 are visible", "--sp 2", "--use_cpu"))
     monkeypatch.delenv("LOCAL_WORLD_SIZE")  # a launcher that does not say: one GPU for each process, perhaps
     assert main([*OWN, "--sp", "4", "--dry_run"]) == 0
 
@@ -75,13 +75,13 @@ def srun_task(monkeypatch):
 def test_launcher_and_num_processes_disagree(refused, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    refused("--num_processes", "2", parts=("--num_processes 2", "started 4", "Leave the flag out"))
+    refused("--num_processes", "2", "--dry_run", parts=("--num_processes 2", "started 4", "Leave the flag out"))
 
 
 def test_only_one_rank_of_a_machine_says_what_all_find(capsys, monkeypatch):
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert main(["--sp", "3"]) == 2
+    assert main(["--sp", "3", "--dry_run"]) == 2
     assert capsys.readouterr().err == ""
 
 
@@ -238,7 +238,7 @@ def test_memory_options_that_the_run_has_no_place_for(case, refused):
 def test_offloading_that_the_zero_stage_does_not_have(device, stage, parts, refused, launched_by_accelerate):
     launched_by_accelerate("ACCELERATE_USE_DEEPSPEED", "true")
     launched_by_accelerate("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage)
-    refused(*OWN, *device, parts=parts)
+    refused(*OWN, *device, "--dry_run", parts=parts)
 
 
 def test_host_memory_that_is_not_there(refused, monkeypatch, without_preflight):

@@ -9,7 +9,7 @@ from trl import RewardTrainer, SFTConfig, SFTTrainer
 
 import longctx
 from longctx.model.tiny import tiny_model, tiny_tokenizer
-from longctx.training.checkpoint import CheckpointError
+from longctx.training.checkpoint.files import CheckpointError
 from longctx.training.trainer import SequenceMixin
 from tests.workers import run_ranks
 

@@ -21,12 +21,12 @@ from longctx.settings.resolve import resolve
 from longctx.settings.rules import fill
 from longctx.training.reference import check_reference_fits, reference_bytes
 from longctx.verify import machine, parity
-from longctx.verify.__main__ import _result
+from longctx.verify.__main__ import _result, with_defaults
 from longctx.verify.machine import check_settings, check_shared_memory, check_versions, measure_pairs, slow_pairs
 from longctx.verify.parity import gradient_errors, worst_gradient
 from longctx.verify.report import Check, Finding, as_advice, as_json, as_table, culprit, error_check
-from longctx.verify.setup import few_layers, with_defaults
-from tests.workers import run_main, run_ranks
+from longctx.verify.setup import few_layers
+from tests.workers import run_main, run_ranks, start_rank_0_alone
 
 ROOT = Path(__file__).parents[2]
 CHECKS = [
@@ -176,10 +176,11 @@ def test_bad_input_ends_with_2_and_one_line(arguments, parts, capsys, monkeypatc
 
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    start_rank_0_alone(monkeypatch)
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("longctx: error:")
+    assert captured.err.splitlines()[-1].startswith("longctx: error:")
     assert all(part in captured.err for part in parts), captured.err
 
 
@@ -342,7 +343,6 @@ def test_every_pair_is_measured():
 )
 def test_the_precision_is_that_of_training_on_gpus(gpus, arguments, bf16, monkeypatch):
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: gpus)
-    monkeypatch.setattr("longctx.verify.setup.device_count", lambda: gpus)
     profile = read_profile({})
     run = resolve(with_defaults(parse_flags(["--sp", "2", *arguments]), profile), profile, {})
     assert run.settings["bf16"] is bf16
