@@ -367,3 +367,22 @@ def test_host_memory_of_a_node() -> None:
     expected = {"gradients": 2 * 4 * 1044, "optimizer states": 2 * 12 * 1044}
     found = memory.host_moments(there, LENGTH, 2, is_cpu=False)["step"]
     assert found == expected | {"buffers": sum(expected.values()) / 2, "checkpoints": 0} | processes
+
+
+def test_host_memory_while_weights_are_read_and_written() -> None:
+    """ZeRO-1 reads all fp32 weights on each of two ranks, ZeRO-3 half of them, FSDP2 straight to the GPU. A checkpoint
+    is written in parts of a rank: of AdamW's two moments, 8 bytes a parameter, more than the weights' 4. Offloaded
+    states stay where they are, but gradients are gone by then."""
+
+    def host(engine: str, moment: str, **values: str) -> dict[str, float]:
+        found = memory.host_moments(changed(ULYSSES, engine=engine, **values), LENGTH, 2, is_cpu=False)
+        return {name: size for name, size in found[moment].items() if size and name != "processes"}
+
+    assert host("zero1", "loading") == {"weights": 2 * 4 * 2088}
+    assert host("zero3", "loading") == {"weights": 2 * 4 * 1044}
+    assert host("fsdp2", "loading") == {}
+    file = {"file of a checkpoint": 2 * 8 * 1044}
+    assert host("fsdp2", "saving") == file
+    there = {"parameters": 2 * 4 * 1044, "optimizer states": 2 * 8 * 1044}
+    assert host("fsdp2", "saving", offload_param_device="cpu") == there | file
+    assert host("fsdp2", "step", offload_param_device="cpu") == there | {"gradients": 2 * 4 * 1044}
