@@ -120,8 +120,8 @@ class _Ranks:
             When each rank has received its own and sent that of the rank after it, which are awaited together.
         """
         begun = np.maximum(self.link, self.clock)
-        received = np.where(seconds > 0, np.maximum(begun, np.roll(begun, distance)) + seconds, 0)
-        self.link = np.max([self.link, received, np.roll(received, -distance)], axis=0)
+        received = np.where(seconds > 0, np.maximum(begun, _turned(begun, distance)) + seconds, 0)
+        self.link = np.maximum(np.maximum(self.link, received), _turned(received, -distance))
         return self.link
 
     def send_up_to(self, last_hop: int) -> None:
@@ -131,7 +131,7 @@ class _Ranks:
 
     def wait(self, arrived: Seconds, seconds: Seconds) -> None:
         """Wait for messages that take so many seconds."""
-        self.exchange += np.clip(arrived - self.clock, 0, seconds)
+        self.exchange += np.minimum(np.maximum(arrived - self.clock, 0), seconds)
         self.clock = np.maximum(self.clock, arrived)
 
     def compute(self, seconds: Seconds) -> None:
@@ -190,6 +190,11 @@ def _ring_backward(compute: Seconds, keys: Seconds, gradients: Seconds, order: M
     for hop in range(added + 1, num_hops):
         ranks.wait(returned[hop], gradients[:, hop])
     return ranks.time((keys + gradients).sum(1))
+
+
+def _turned(values: Seconds, distance: int) -> Seconds:
+    """Return `np.roll(values, distance)`, without its checks, which take ten times as long."""
+    return np.concatenate((values[-distance:], values[:-distance]))
 
 
 def _num_hops(seconds: Seconds) -> int:

@@ -43,20 +43,20 @@ class Problem:
     """Legal pairs by which a rank's work may differ from its share, if a document stays whole for it."""
 
     @staticmethod
-    def of(cu: IntArray, world_size: int, max_imbalance: float, group_fraction: float, tolerance: float) -> Problem:
-        """Return the problem of a sequence. `tolerance` is a part of the slack."""
+    def of(cu: IntArray, world_size: int, slack: float, tolerance: float, group_fraction: float) -> Problem:
+        """Return the problem of a sequence. `slack` and `tolerance` are parts of the mean work."""
         lengths = np.diff(cu)
         area = lengths * (lengths + 1) // 2
-        slack = (max_imbalance - 1) * int(area.sum()) / world_size
+        mean_work = int(area.sum()) / world_size
         return Problem(
             lengths=lengths,
             longest_first=np.argsort(-lengths, kind="stable"),
             area=area,
             world_size=world_size,
             group_tokens=int(cu[-1] / world_size * group_fraction),
-            mean_work=int(area.sum()) / world_size,
-            slack=slack,
-            tolerance=tolerance * slack,
+            mean_work=mean_work,
+            slack=slack * mean_work,
+            tolerance=tolerance * mean_work,
         )
 
 

@@ -1,16 +1,15 @@
 """The search for a ring's plan, which gives every rank equal work and sends few keys and values.
 
 `plan_ring` tries arrangements from the one that sends the least keys and values to the one that sends the most, and
-takes the first that is balanced. If it is told how long plans take, and ranks would wait by this one, it searches with
-other limits, too, and takes the fastest plan. `longctx.ring.plan` describes the result and defines *piece* and *legal
-pair*.
+takes the first that is balanced. If it is told how long plans take, and ranks would wait by this one, it also tries
+plans that are less balanced or send more, and takes the fastest. `longctx.ring.plan` describes the result and defines
+*piece* and *legal pair*.
 
 Shape legend: T tokens of the packed sequence, n documents, P ranks.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,14 +23,22 @@ MAX_IMBALANCE = 1.02
 """The imbalance that a plan aims at: the largest attention work of a rank divided by the mean."""
 TOLERANCE = 0.2
 """The part of the allowed imbalance that a rank may use to keep a document whole."""
-LIMITS = (1.005, 1.05, 1.1, 1.25, 1.5)
-GROUP_FRACTIONS = (0.05, 0.125, 0.2, 0.3, 0.6)
-LOOSE_TOLERANCE = 0.5
-"""Limits of the imbalance and group fractions that are tried, too, with this tolerance, where a plan's seconds are
-modelled."""
-MOST_SEARCHED = 128
-LOOSE_SEARCHES = ((1.25, 0.125), (1.5, 0.125))
-"""Over more ranks than MOST_SEARCHED, only these are tried: each search takes a good part of a second."""
+SEARCHES = (
+    (0.25, 0.2),
+    (0.0025, 0.2),
+    (0.125, 0.05),
+    (0.0025, 0.3),
+    (0.05, 0.2),
+    (0.125, 0.3),
+    (0.05, 0.6),
+    (0.25, 0.05),
+)
+"""Where a plan's seconds are modelled: the part of the mean work that a rank may use to keep a document whole, and the
+group fraction, for which numbers of zigzagged documents are tried."""
+PATIENCE = 2
+"""A search ends when so many numbers of zigzagged documents, one after the other, gave no faster plan."""
+MOST_TRIED = 2048
+"""At most MOST_TRIED / P plans are tried over P ranks, since each takes time in proportion to the ranks."""
 WORTH_A_SEARCH = 0.02
 """Further plans are tried where ranks wait for more than this part of the seconds."""
 
@@ -80,8 +87,9 @@ def plan_ring(
             of the mean is taken; if there is none, the most balanced one.
         group_fraction: neighbouring documents of at most this fraction of T/P tokens are dealt together, in
             groups of about as many tokens, so that a rank gets few runs of the original sequence.
-        time_of: the modelled time of a plan. With it, LIMITS and GROUP_FRACTIONS are tried, too, and the fastest
-            plan is taken: over many ranks, the last percent of balance can cost more messages than it saves.
+        time_of: the modelled time of a plan. With it, SEARCHES are tried, too, and the fastest plan is taken: over
+            many ranks, the last percent of balance can cost more messages than it saves, and one document more that
+            is zigzagged can send them more evenly.
 
     Returns:
         The plan. Its arrays are int64.
@@ -95,27 +103,38 @@ def plan_ring(
             f"max_imbalance must be at least 1 and group_fraction at least 0, got {max_imbalance} and {group_fraction}"
         )
     cu = _checked(cu_seqlens, world_size)
-    *_, pieces = _arrangements(Problem.of(cu, world_size, max_imbalance, group_fraction, TOLERANCE))
-    plan = assemble(cu, world_size, pieces)
+    problem = Problem.of(cu, world_size, max_imbalance - 1, TOLERANCE * (max_imbalance - 1), group_fraction)
+    *_, pieces = _arrangements(problem)
+    best = assemble(cu, world_size, pieces)
     if time_of is None:
-        return plan
-    best, taken, seen = plan, _rounded(time_of(plan)), {_bytes(pieces)}
-    searches = itertools.product(LIMITS, GROUP_FRACTIONS) if world_size <= MOST_SEARCHED else LOOSE_SEARCHES
-    for limit, fraction in searches:
-        if taken.waiting <= WORTH_A_SEARCH * taken.seconds:
-            break
-        for pieces in _arrangements(Problem.of(cu, world_size, limit, fraction, LOOSE_TOLERANCE)):
+        return best
+    taken, seen = _rounded(time_of(best)), {_bytes(pieces)}
+    tried = 0
+    for tolerance, fraction in SEARCHES:
+        problem = Problem.of(cu, world_size, np.inf, tolerance, fraction)
+        least, left = np.inf, PATIENCE
+        for num_zigzag in _numbers_of_zigzag(problem):
+            if not left:
+                break
+            if taken.waiting <= WORTH_A_SEARCH * taken.seconds or tried >= MOST_TRIED // world_size:
+                return best
+            tried, left = tried + 1, left - 1
+            pieces = _partition(problem, num_zigzag, None)
+            assert pieces is not None, "without a cut, any number of documents can be zigzagged"
             if _bytes(pieces) in seen:
                 continue
             seen.add(_bytes(pieces))
             plan = assemble(cu, world_size, pieces)
-            if (other := _rounded(time_of(plan))).seconds < taken.seconds:
-                best, taken = plan, other
+            time = _rounded(time_of(plan))
+            if time.seconds < least:
+                least, left = time.seconds, PATIENCE
+            if time.seconds < taken.seconds:
+                best, taken = plan, time
     return best
 
 
 def _bytes(pieces: Pieces) -> bytes:
-    """Return the pieces as a key. Searches often end with the same ones, which need no plan again."""
+    """Return the pieces as a key. Searches often come to the same ones, which need no plan again."""
     return b"".join(column.tobytes() for column in pieces)
 
 
@@ -187,8 +206,7 @@ class _Cut(NamedTuple):
 
 def _candidates(problem: Problem) -> Iterator[tuple[int, _Cut | None]]:
     """Yield (number of zigzagged documents, document cut in two), from the least K/V sent to the most."""
-    num_documents = len(problem.lengths)
-    for num_zigzag in sorted({0, *(min(k, num_documents) for k in _NUM_ZIGZAG)}):
+    for num_zigzag in _numbers_of_zigzag(problem):
         yield num_zigzag, None
         rest = problem.longest_first[num_zigzag:]
         longest = int(problem.lengths[rest[:1]].sum())
@@ -196,6 +214,10 @@ def _candidates(problem: Problem) -> Iterator[tuple[int, _Cut | None]]:
             thorough = num_zigzag == 0 and problem.world_size <= _MANY_RANKS
             for fraction in _CUTS if thorough else _CUTS_WITH_ZIGZAG:
                 yield num_zigzag, _Cut(int(rest[0]), max(1, int(longest * fraction)))
+
+
+def _numbers_of_zigzag(problem: Problem) -> list[int]:
+    return sorted({0, *(min(k, len(problem.lengths)) for k in _NUM_ZIGZAG)})
 
 
 def _partition(problem: Problem, num_zigzag: int, cut: _Cut | None) -> Pieces | None:

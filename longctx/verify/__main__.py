@@ -5,6 +5,7 @@ Exit code 0 if everything is exact, 1 if anything is off, 2 for what cannot be r
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
@@ -138,6 +139,8 @@ def _verify(settings: Settings, launcher: Launcher) -> int:
     from longctx.training.engines import prefer_huge_pages, set_up_allocators
 
     quieten()
+    for name in ("DeepSpeed", "accelerate.accelerator"):  # they warn of the plain optimizer, and of what is overridden
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
     prefer_huge_pages()
     set_up_allocators()
     from longctx.settings.resolve import resolve_together
@@ -162,16 +165,25 @@ def _verify(settings: Settings, launcher: Launcher) -> int:
 
 def _compare(run: Run, folder: str, *, for_scripts: bool) -> list[Check]:
     """Compare on all ranks together. Rank 0 prints the result, and every rank returns it."""
+    from longctx.ranks import is_first_rank
     from longctx.ranks.agreement import broadcast_object
     from longctx.run import build_trainer, prepare
     from longctx.verify.machine import check_machine
     from longctx.verify.parity import check_parity
     from longctx.verify.setup import load_layers, probe_rows, with_tokenizer
 
+    def progress(doing: str) -> None:
+        if is_first_rank():
+            print(f"longctx: {doing}", flush=True)
+
     started = time.perf_counter()
+    progress("preparing the data")
     prepared = probe_rows(prepare(with_tokenizer(replace(run, settings={**run.settings, "output_dir": folder}))))
+    progress("loading the model")
     trainer = build_trainer(prepared, load_layers(run, prepared))
+    progress("looking at the machine")
     machine = check_machine(prepared.run, trainer.args.device)
+    progress("taking the step on one device, and then as trained")
     checks = broadcast_object(check_parity(trainer, run.dims.sp))
     if trainer.sequence.rank == 0:
         seconds = time.perf_counter() - started

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +23,12 @@ class Check:
     """What was compared; where it is off, what that means and what to do."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
+class Finding(NamedTuple):
     """Something about the machine."""
 
     name: str
     value: str
-    ok: bool
-    remedy: str
+    remedy: str = ""
     """What to do; empty where all is well."""
 
 
@@ -65,7 +63,7 @@ def as_json(run: Mapping[str, Any], checks: Sequence[Check], machine: Sequence[F
         "culprit": off.name if off else None,
         "run": run,
         "checks": [asdict(check) for check in checks],
-        "machine": [asdict(finding) for finding in machine],
+        "machine": [finding._asdict() for finding in machine],
     }
     return json.dumps(result, indent=2, ensure_ascii=False)
 
