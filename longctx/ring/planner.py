@@ -119,12 +119,12 @@ def plan_ring(
             if taken.waiting <= WORTH_A_SEARCH * taken.seconds or tried >= MOST_TRIED // world_size:
                 return best
             tried, left = tried + 1, left - 1
-            pieces = _partition(problem, num_zigzag, None)
-            assert pieces is not None, "without a cut, any number of documents can be zigzagged"
-            if _bytes(pieces) in seen:
+            arrangement = _partition(problem, num_zigzag, None)
+            assert arrangement is not None, "without a cut, any number of documents can be zigzagged"
+            if (key := _bytes(arrangement)) in seen:
                 continue
-            seen.add(_bytes(pieces))
-            plan = assemble(cu, world_size, pieces)
+            seen.add(key)
+            plan = assemble(cu, world_size, arrangement)
             time = _rounded(time_of(plan))
             if time.seconds < least:
                 least, left = time.seconds, PATIENCE
