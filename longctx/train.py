@@ -127,7 +127,8 @@ def _train(run: Run) -> int:
     """Prepare processes and data, train the model, and return the exit code."""
     with _without_collections():
         from longctx.data import DataError
-        from longctx.launch.terminal import FAILED, USAGE_ERROR
+        from longctx.launch.terminal import USAGE_ERROR
+        from longctx.ranks import FAILED
         from longctx.ranks.agreement import RefusedOnAllRanks
         from longctx.run import finish, fit, load, prepare
         from longctx.training.beforehand import UntrainableError

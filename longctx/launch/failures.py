@@ -16,8 +16,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from trl import SFTConfig
 
 from longctx.launch.spawn import SPAWNED, died
-from longctx.launch.terminal import FAILED, tell
-from longctx.ranks import hang
+from longctx.launch.terminal import tell
+from longctx.ranks import FAILED, hang
 from longctx.ranks.peers import LEAVE_SECONDS, Failure, Peers, current_peers
 
 _OF_OTHERS = (

@@ -16,7 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from longctx.launch.store import decision_in, private_folder, store_file
-from longctx.launch.terminal import FAILED
+from longctx.ranks import FAILED
 from longctx.untrusted.working_directory import without_working_directory
 
 SPAWNED = "LONGCTX_SPAWNED"

@@ -19,7 +19,6 @@ BETWEEN_LIBRARIES = (
 )
 """Warnings that one library gives another, by how they begin."""
 
-FAILED = 1
 USAGE_ERROR = 2
 """The exit code of a command that refuses its input."""
 INTERRUPTED = 130

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import os
 
+FAILED = 1
+"""The exit code of a run that an error ends."""
+
 
 def is_first_rank() -> bool:
     """Return whether this process is rank 0 of the run, or will be, as the first task of srun."""

@@ -24,8 +24,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from longctx.launch.terminal import FAILED
-from longctx.ranks import is_first_on_node
+from longctx.ranks import FAILED, is_first_on_node
 from longctx.ranks.peers import LEAVE_SECONDS, Peers, current_peers
 
 HANG_FOLDER = "hang"

@@ -436,8 +436,8 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(case, saved_model, tm
 
 
 def test_a_reference_that_is_nan_ends_the_run(tmp_path):
-    from longctx.launch.terminal import FAILED
     from longctx.model.tiny import tiny_config, tiny_tokenizer
+    from longctx.ranks import FAILED
 
     model, data = tiny_model(config=tiny_config()), tmp_path / "pairs.jsonl"
     model.model.norm.weight.data[3] = float("nan")
