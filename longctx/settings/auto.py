@@ -60,8 +60,6 @@ def choose_layout(values: Settings, world_size: int, resolve: Resolve) -> Run:
                 layout_reason=reason,
                 next_choice="" if smaller is None else _flags(smaller, launched),
             )
-    if not obstacles:
-        raise ValueError(f"{asked or '--memory auto'}: no memory options go with those that are asked for.")
     raise ValueError(f"{asked}: no arrangement can run. {obstacles[0]}") if asked else obstacles[0]
 
 
