@@ -252,7 +252,7 @@ def host_moments(shape: RunShape, length: int, ranks: int, *, is_cpu: bool) -> d
         kept = {name: size for name, size in offloaded(shape, 0).items() if name != "gradients"}
         whole = shape.weight_bytes * shape.model.num_parameters
         read = 0.0 if shape.is_fsdp else whole / (shape.shards if shape.zero_stage == 3 else 1)
-        written = min(LARGEST_FILE, max(whole, 2 * FP32 * shape.model.num_trained_parameters) / shape.shards)
+        written = min(LARGEST_FILE, 2 * FP32 * shape.model.num_trained_parameters / shape.shards)
         moments |= {"loading": {"weights": read}, "saving": kept | {"file of a checkpoint": written}}
     processes = 0.0 if is_cpu else PROCESS_BYTES
     return {
