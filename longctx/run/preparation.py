@@ -208,7 +208,8 @@ def _take_folder(run: Run, args: SFTConfig, began: datetime) -> None:
         if args.should_save:
             overwrite, timeout = run.settings["overwrite_output_dir"], args.ddp_timeout
             folder = Path(args.output_dir)
-            deleted = begin(folder, overwrite=overwrite, timeout=timeout, env=os.environ, began=began)
+            env, choice = os.environ, run.choice
+            deleted = begin(folder, overwrite=overwrite, timeout=timeout, env=env, began=began, choice=choice)
             if deleted:
                 say(f"--overwrite_output_dir: deleted {', '.join(deleted)} in {args.output_dir}")
 

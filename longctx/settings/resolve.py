@@ -31,7 +31,7 @@ from longctx.model.allow_list import num_heads
 from longctx.model.tiny import TINY
 from longctx.ranks import is_first_rank
 from longctx.ranks.agreement import RefusedOnAllRanks
-from longctx.settings.auto import choose_layout, one_group, with_forecast
+from longctx.settings.auto import AUTO_FLAGS, choose_layout, one_group, with_forecast
 from longctx.settings.engine import choose, choose_engine, clipping, kernel_notes, precision_notes
 from longctx.settings.launcher import Launcher, read_profile
 from longctx.settings.machine_checks import (
@@ -47,7 +47,8 @@ from longctx.settings.processes import Processes, accumulate, check_dp_shard, co
 from longctx.settings.rules import fill
 from longctx.settings.run import Run, arrange, given_multiple, pad_multiple
 from longctx.settings.values import Settings
-from longctx.training.checkpoint.folder import check_output, default_folder, is_restarted
+from longctx.training.checkpoint.files import read_manifest
+from longctx.training.checkpoint.folder import check_output, checkpoint_of, default_folder, is_restarted
 
 REFUSED_SECONDS = 3.0
 """By how much ranks outlive a rank 0 that refuses, since a launcher stops all of them once one has ended."""
@@ -133,6 +134,7 @@ def _resolved(
         run = arranged(settings if settings["memory"] else settings.decided(memory="balanced"))
         return replace(run, layout_reason=decided["reason"], forecast=run.cost())
     world_size = count_all_processes(settings, launcher, gpus)
+    settings, reason = _as_before(settings, world_size, "CPU" if settings["use_cpu"] else machine.device)
     if settings["memory"] is None:
         settings = settings.decided(memory=_memory_by_default(settings, machine))
     if settings["sp"] == ALL:
@@ -140,8 +142,30 @@ def _resolved(
     if AUTO in (settings["sp"], settings["memory"]):
         run = choose_layout(settings, world_size, arranged)
     else:
-        run = arranged(settings)
+        run = replace(arranged(settings), layout_reason=reason)
     return with_forecast(run, settings, arranged)
+
+
+def _as_before(settings: Settings, world_size: int, device: str) -> tuple[Settings, str]:
+    """Return settings with what auto chose when a run that goes on began, and why; on other devices, with a note.
+
+    Free memory and speeds vary from day to day, and another choice could round differently.
+    """
+    free = {name for name in AUTO_FLAGS if settings[name] in ((AUTO, ALL) if name == "sp" else (AUTO, None))}
+    asked = settings["resume_from_checkpoint"]
+    checkpoint = checkpoint_of(asked, Path(settings["output_dir"])) if asked is not None and free else None
+    before = read_manifest(checkpoint).choice if checkpoint else {}
+    if not before:
+        return settings, ""
+    chosen, devices = before["chosen"], f"{world_size} × {device}"
+    others = {name for name, value in chosen.items() if settings[name] != value and settings.is_set(name)} - free
+    if devices != before["devices"]:
+        why = f"had {before['devices']}, and this one has {devices}"
+    elif others or ("sp" in free) != ("sp" in chosen):
+        why = "was started with other flags"
+    else:
+        return settings.with_("auto", **chosen), f"{before['reason']}, as when the run began"
+    return settings.note(f"auto chooses anew: the run of {checkpoint} {why}"), ""
 
 
 def spreads(settings: Settings, machine: Machine, world_size: int) -> list[Run]:

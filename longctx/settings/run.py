@@ -76,6 +76,12 @@ class Run:
         return self.dims.world_size > 1 or self.engine == "deepspeed"
 
     @property
+    def choice(self) -> dict[str, Any]:
+        """What auto chose, and for which devices: a run that resumes on as many and such takes it again."""
+        devices = f"{self.dims.world_size} × {self.machine.device}"
+        return {**self.decided, "devices": devices} if self.decided["chosen"] else {}
+
+    @property
     def decided(self) -> dict[str, Any]:
         """What one process decides for all, as JSON can express it: what auto chose, and the output folder."""
         chosen = {name: self.flags[name] for name, origin in self.flags.origins.items() if origin == "auto"}

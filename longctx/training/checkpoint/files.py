@@ -84,6 +84,8 @@ class Manifest:
     """One more than the highest serial in the output folder, so that the newest is known even after a restart."""
     began: str = ""
     """When the run began, in local time and ISO 8601: what chat templates are told if they ask for the time."""
+    choice: dict[str, Any] = field(default_factory=dict)
+    """What auto chose when the run began; see `longctx.settings.run.Run.choice`."""
     format: int = FORMAT
 
     @property
@@ -216,7 +218,7 @@ def _digest_of(values: dict[str, Any]) -> str:
 def _check_types(manifest: Manifest) -> None:
     """Check the types of a manifest's values, and raise TypeError for a wrong one."""
     expected: dict[str, type] = {"step": int, "files": dict, "layout": dict, "optimization": dict, "parameters": dict}
-    expected |= {"data": dict, "progress": dict}
+    expected |= {"data": dict, "progress": dict, "choice": dict}
     datetime.fromisoformat(manifest.began or "2000-01-01")
     held = {name: getattr(manifest, name) for name in expected}
     for name, known in held["files"].items() if isinstance(held["files"], dict) else ():

@@ -18,9 +18,10 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -77,6 +78,8 @@ class RunRecord:
     """Steps of a run that was trained to its end."""
     began: str
     """When the run began, which its checkpoints say as well. `started` is the time of the last attempt."""
+    choice: dict[str, Any] = field(default_factory=dict)
+    """What auto chose, which checkpoints say as well."""
 
     @classmethod
     def read(cls, folder: Path) -> RunRecord | None:
@@ -88,6 +91,7 @@ class RunRecord:
         try:
             values = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
             datetime.fromisoformat(values["began"])
+            values = {"choice": {}, **values}  # which older releases did not write
             return cls(**{name: values[name] for name in cls.__dataclass_fields__})
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -190,7 +194,13 @@ def check_output(
 
 
 def begin(
-    folder: Path, *, overwrite: bool, timeout: float, env: Mapping[str, str], began: datetime | None = None
+    folder: Path,
+    *,
+    overwrite: bool,
+    timeout: float,
+    env: Mapping[str, str],
+    began: datetime | None = None,
+    choice: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Take the folder: delete what --overwrite_output_dir allows and half-written checkpoints, and write run.json.
 
@@ -198,6 +208,7 @@ def begin(
 
     Args:
         began: when the run began, if it goes on; None means now.
+        choice: what auto chose.
 
     Raises:
         ValueError: if another run has taken it since `check_output`.
@@ -220,6 +231,7 @@ def begin(
         process_started=psutil.Process().create_time(),
         finished=before.finished if before else None,
         began=(began or datetime.now()).isoformat(),
+        choice=dict(choice or {}),
     ).write(folder)
     return deleted
 

@@ -319,6 +319,7 @@ class SavingMixin(PushingMixin):
             position=position,
             run=record.id if record else "",
             began=record.began if record else "",
+            choice=record.choice if record else {},
             serial=next_serial(output_dir),
         )
 
