@@ -22,7 +22,7 @@ from longctx.forecast.learned import corrected
 from longctx.forecast.memory_options import ALL, AUTO
 from longctx.forecast.memory_presets import asked_memory_options
 from longctx.launch.spawn import device_count
-from longctx.launch.store import share_decision
+from longctx.launch.store import STORE_FILE, share_decision
 from longctx.layers.compiled import check_compile
 from longctx.layers.liger import check_liger_machine, liger_parts
 from longctx.machine.here import Machine, devices_per_node
@@ -62,7 +62,8 @@ def resolve_together(
 ) -> Run:
     """Return the resolved run on all ranks of a launcher, or in a single process.
 
-    Rank 0 refuses for all, and decides what depends on the free memory and the speed of a device.
+    Rank 0 refuses for all, and decides what depends on the free memory and the speed of a device. Ranks without the
+    address of a place to meet decide alone, until the process group refuses them.
 
     Args:
         complete: what else is decided, or refused by a ValueError.
@@ -71,7 +72,8 @@ def resolve_together(
         RefusedOnAllRanks: if rank 0 refuses the run.
         ValueError: for what this process alone cannot carry out; see `resolve`.
     """
-    if launcher.world_size in (None, 1) or settings["dry_run"] or settings["prepare_only"]:
+    alone = launcher.world_size in (None, 1) or not {STORE_FILE, "MASTER_ADDR"} & env.keys()
+    if alone or settings["dry_run"] or settings["prepare_only"]:
         return complete(resolve(settings, launcher, env))
     seconds = settings["ddp_timeout"]
     if not is_first_rank():

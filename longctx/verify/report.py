@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,8 @@ class Check:
     """What was compared; where it is off, what that means and what to do."""
 
 
-class Finding(NamedTuple):
+@dataclass(frozen=True)
+class Finding:
     """Something about the machine."""
 
     name: str
@@ -63,7 +64,7 @@ def as_json(run: Mapping[str, Any], checks: Sequence[Check], machine: Sequence[F
         "culprit": off.name if off else None,
         "run": run,
         "checks": [asdict(check) for check in checks],
-        "machine": [finding._asdict() for finding in machine],
+        "machine": [asdict(finding) for finding in machine],
     }
     return json.dumps(result, indent=2, ensure_ascii=False)
 

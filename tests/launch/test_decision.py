@@ -16,6 +16,7 @@ from longctx.launch.store import STORE_FILE, share_decision
 from longctx.ranks.agreement import RefusedOnAllRanks
 from longctx.settings import resolve as module
 from longctx.settings.launcher import read_profile
+from longctx.settings.processes import count_to_start
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve, resolve_together
 from tests.workers import run_ranks
@@ -107,3 +108,10 @@ def test_a_single_process_decides_alone(tmp_path) -> None:
     given = [*TINY, "--use_cpu", "True", "--output_dir", str(tmp_path / "out")]
     together = resolve_together(parse_flags(given), read_profile({}), {})
     assert together.settings == resolve(parse_flags(given), read_profile({}), {}).settings
+
+
+def test_processes_that_do_not_exist_are_refused_before_any_is_started(monkeypatch) -> None:
+    monkeypatch.setattr("longctx.settings.processes.device_count", lambda: 2)
+    settings = parse_flags([*TINY, "--sp", "4"])
+    with pytest.raises(ValueError, match="^4 processes on this machine need 4 GPUs, and 2 are visible. Use --sp 2"):
+        count_to_start(settings, read_profile({}))

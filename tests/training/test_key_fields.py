@@ -123,7 +123,7 @@ MAY_CHANGE = {
     "a memory option changes no result": (
         "memory tiled_mlp tiled_mlp_num_shards heads_k_stride overlap_exchange sequence_chunk_size "
         "offload_optimizer_device offload_param_device offload_optimizer_nvme_path offload_param_nvme_path "
-        "gradient_checkpointing gradient_checkpointing_kwargs activation_offloading torch_empty_cache_steps "
+        "learned gradient_checkpointing gradient_checkpointing_kwargs activation_offloading torch_empty_cache_steps "
         "attn_implementation use_liger_kernel liger_kernel_config bnb_4bit_quant_storage"
     ),
     "a compiled layer computes the same": "torch_compile torch_compile_backend torch_compile_mode",

@@ -205,16 +205,16 @@ def test_train_loss_is_the_mean_of_all_steps_of_all_ranks(models, tmp_path):
     assert [log[-1]["train_loss"] for log in logs] == pytest.approx([expected] * 2, rel=1e-4)
 
 
-def test_ulysses_says_why_heads_do_not_fit(models, capsys, without_preflight):
+def test_ulysses_says_why_heads_do_not_fit(models, capfd, without_preflight):
     from longctx.train import main
 
     flags = ["--dataset_name", "stdlib", "--model_name_or_path", models["3 heads"]]
     assert main([*flags, "--sp", "2", "--sp_backend", "ulysses"]) == 2
-    message = capsys.readouterr().err
+    message = capfd.readouterr().err
     assert "3 heads cannot be divided by sp 2" in message
     assert "--sp 1, 3" in message
     assert main([*flags, "--sp", "2", "--dry_run", "--explain"]) == 0
-    printed = capsys.readouterr().out
+    printed = capfd.readouterr().out
     assert "backend   ring 2 (auto): modelled ms per layer: ring 2: " in printed
     assert "; ulysses 2 cannot: 3 heads; " in printed
 
