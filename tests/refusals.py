@@ -62,6 +62,7 @@ _VARYING = tuple(
         (rf"{re.escape(str(ROOT))}\b", "ROOT"),  # before what it may lie in
         (rf"{re.escape(tempfile.gettempdir())}/[\w.-]+", "TMP"),
         (r"\b0x[0-9a-f]{6,}", "0x0"),
+        (r"(?<=127\.0\.0\.1)(:|, )\d+", r"\1PORT"),
         (rf"(?<=on ){re.escape(socket.gethostname())}\b", "HOST"),
     )
 )
