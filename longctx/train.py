@@ -22,7 +22,6 @@ from longctx.ranks import is_first_on_node, is_first_rank
 from longctx.settings.flags import SFT
 from longctx.settings.help import help_asked
 from longctx.settings.launcher import Launcher, read_profile
-from longctx.settings.processes import count_to_start
 from longctx.settings.read import parse_flags
 from longctx.settings.schema import Method
 from longctx.settings.values import Settings
@@ -47,6 +46,8 @@ def main(arguments: list[str] | None = None, method: Method = SFT) -> int:
         if settings["accelerate_config"] is not None and is_first_rank():
             say_hello(longctx.__version__)  # accelerate's launcher takes seconds, too
         launcher = take_over(settings, method.module)
+        from longctx.settings.processes import count_to_start
+
         started = count_to_start(settings, launcher)
     except ValueError as error:
         return end_refused(error)

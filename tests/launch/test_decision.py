@@ -113,5 +113,5 @@ def test_a_single_process_decides_alone(tmp_path) -> None:
 def test_processes_that_do_not_exist_are_refused_before_any_is_started(monkeypatch) -> None:
     monkeypatch.setattr("longctx.settings.processes.device_count", lambda: 2)
     settings = parse_flags([*TINY, "--sp", "4"])
-    with pytest.raises(ValueError, match="^4 processes on this machine need 4 GPUs, and 2 are visible. Use --sp 2"):
+    with pytest.raises(ValueError, match=r"^4 processes on this machine need 4 GPUs, and 2 are visible\. Use --sp 2"):
         count_to_start(settings, read_profile({}))
