@@ -133,6 +133,7 @@ LIBRARIES = {"torch", "transformers", "accelerate", "deepspeed", "trl"}
         ("import longctx", {"numpy", "torch", "transformers", "datasets"}),
         ("from longctx.upstream import transformers_internals, accelerate_internals, deepspeed_internals", LIBRARIES),
         ("import longctx.settings.rules, longctx.train, longctx.verify.__main__", LIBRARIES | {"numpy", "pydantic"}),
+        ("import longctx.launch.spawn, longctx.settings.processes", LIBRARIES | {"numpy", "pydantic"}),
         ("import longctx.packing, longctx.ring.plan", {"torch", "transformers", "datasets"}),
         ("from longctx.data import load_records, tokenize_records", {"torch", "trl", "deepspeed"}),
         pytest.param("import longctx.model.tiny", {"trl", "deepspeed"}, marks=pytest.mark.long),  # takes 5 s
