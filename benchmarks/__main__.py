@@ -6,8 +6,6 @@ import ast
 from pathlib import Path
 
 MINUTES = {
-    "attention": "10",
-    "balance": "1",
     "closed_form": "1, 20 with --traces",
     "differential": "as --minutes says",
     "elsewhere": "15",
