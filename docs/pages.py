@@ -47,7 +47,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return text_of(f"docs/{page.file.src_uri}") if page.file.abs_src_path else markdown
 
 
-WIDE = ("support-matrix.md", "howto/small-gpus.md", "reference/flags.md", "reference/chats.md")
+MATRIX = "benchmarks/results/support_matrix.md"
+WIDE = (MATRIX, "howto/small-gpus.md", "reference/flags.md", "reference/chats.md")
 """Pages whose tables take the width of the table of contents."""
 
 FLAG = re.compile(r"(?<![\w-])--\w+")
@@ -60,7 +61,7 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     if page.file.src_uri in WIDE:
         page.meta["hide"] = ["toc"]
     html = INLINE_CODE.sub(lambda code: FLAG.sub(r'<span class="flag">\g<0></span>', code[0]), html)
-    if page.file.src_uri != "support-matrix.md":
+    if page.file.src_uri != MATRIX:
         return html
     return MATRIX_CELL.sub(lambda cell: f'<td{cell[1]} class="cell-{cell[2].lower()}">{cell[2]}', html)
 

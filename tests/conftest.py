@@ -1,7 +1,7 @@
 """The parity table, printed at the end of every pytest run that compared training with one device.
 
-`--support-matrix PATH` writes docs/support-matrix.md from what the run has shown. `--parity-page PATH` enters the rows
-that soft GPUs have in the parity table, or those of DPO, into a page of benchmarks/results.
+`--support-matrix PATH` writes benchmarks/results/support_matrix.md from what the run has shown. `--parity-page PATH`
+enters the rows that soft GPUs have in the parity table, or those of DPO, into a page of benchmarks/results.
 
 The tests run on the CPU, on machines with GPUs too: these are hidden from every process, unless `-m gpu` asks for the
 tests that need one.

@@ -1,8 +1,8 @@
 """The support matrix: which set-ups are held against one process with which features, and how.
 
 To flip a feature once it is built: name what shows it, a run of RUNS or a test elsewhere, in `shown_by`, and write
-docs/support-matrix.md anew with the command in its head. Whether a cell is refused is never declared: resolving its
-flags decides.
+benchmarks/results/support_matrix.md anew with the command at its end. Whether a cell is refused is never declared:
+resolving its flags decides.
 """
 
 from __future__ import annotations

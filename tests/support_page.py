@@ -1,4 +1,4 @@
-"""docs/support-matrix.md: what resolving refuses, and what a test run has shown, for every cell of tests/matrix.py."""
+"""The support matrix of benchmarks/results: what resolving refuses, and what a test run has shown, in every cell."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from longctx.settings.resolve import resolve
 from longctx.settings.schema import Method
 from tests.matrix import FEATURES, MODELS, RUNS, SETUPS, Feature, TrainingRun
 
-PAGE = Path(__file__).parents[1] / "docs" / "support-matrix.md"
+PAGE = Path(__file__).parents[1] / "benchmarks" / "results" / "support_matrix.md"
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl")
 UNTESTED = "**untested**"
 _DEVICES_OF_A_NODE = 8
@@ -172,14 +172,14 @@ def page(before: str, outcomes: Mapping[str, bool], refused: Mapping[tuple[str, 
     tests = declared(refused)
     passed = {test for test, has_passed in outcomes.items() if has_passed}
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    head = _HEAD.format(
+    foot = _FOOT.format(
         date=date.today(),
         versions=versions,
         files=" ".join(sorted({test.partition("::")[0] for test in tests})),
         run=len(tests & outcomes.keys()),
         tests=len(tests),
     )
-    return head + table(passed | (shown_on(before) - outcomes.keys()), refused)
+    return _HEAD + table(passed | (shown_on(before) - outcomes.keys()), refused) + foot
 
 
 def shown_on(text: str) -> set[str]:
@@ -196,17 +196,10 @@ def shown_on(text: str) -> set[str]:
 
 _HEAD = """# Support matrix
 
-This command wrote this page on {date}, on a CPU with gloo ({versions}):
-
-    pytest {files} -m "long or not long" --support-matrix docs/support-matrix.md
-
-The page can be written in one run or in several. The last run covered {run} of the {tests} tests behind the cells, and
-left the other cells unchanged.
-
-Do not edit this page. Edit tests/matrix.py instead. A test fails if the page does not match this file.
+Each cell says whether a feature (row) on a setup (column) is exact, refused, or needs a GPU.
 
 - **exact**: the run named under *shown by* was trained with this setup for five or six optimizer steps, on real engines
-  and real processes, in fp32. It was compared with stock transformers on one process with dense attention. Loss and
+  and real processes, in fp32, and compared with stock transformers on one process with dense attention. Loss and
   gradient norm of the first step agree to 1e-5, and the losses of all steps to 1e-4. (The run `bf16` is as close to
   fp32 as one process in bf16, and `DPO` is compared with TRL's trainer.) The test is
   `tests/test_support_matrix.py::test_a_run_equals_one_process[setup: run]`. A name with `::` under *shown by* is
@@ -224,10 +217,21 @@ setup without data parallelism has twice as many processes.
 
 """
 
+_FOOT = """
+## How this page is written
+
+From tests/matrix.py, on {date}, on a CPU with gloo ({versions}), by:
+
+    pytest {files} -m "long or not long" --support-matrix benchmarks/results/support_matrix.md
+
+The page can be written in one run or in several. The last run covered {run} of the {tests} tests behind the cells, and
+left the other cells unchanged.
+"""
+
 
 def body(text: str) -> str:
     """What of a page does not depend on the day it was made."""
-    return text[text.index("- **exact**") :]
+    return text[: text.index("## How this page is written")]
 
 
 def differences(old: str, new: str) -> list[str]:

@@ -93,12 +93,12 @@ def test_flags_that_a_page_names_exist(page):
         "deepspeed": "no_ssh node_rank master_addr hostfile module",
         "slurm": "nodes ntasks gpus cpus time job signal requeue open wait distribution resv pty exclusive",
         "mkdocs": "strict",
-        "pip": "upgrade",
+        "pip": "upgrade index",
     }
     ours = {action.dest for parser in (plan_parser(), bench_parser()) for action in parser._actions}
     ours |= {"config", "json", "num_layers", "version", "help", "support"}
     named = set(re.findall(r"(?<![\w-])--([a-z]\w*)", text))
-    if page.name in ("CONTRIBUTING.md", "support-matrix.md", "scaling.md"):
+    if page.name == "CONTRIBUTING.md":
         ours |= {"check", "output", "record", "against"}
         ours |= {action.dest for parser in (differential_parser(), gpu_parser()) for action in parser._actions}
         ours |= {"list", "only"}  # of benchmarks.mutants
@@ -149,6 +149,27 @@ def test_the_lengths_in_the_readme_are_those_of_its_table():
     longest = max(found, key=lambda row: int(row[0].replace(",", "")))
     balanced, with_longest = (int(length.replace(",", "")) for length in longest)
     assert lengths == [f"{balanced // 1000}k", f"{with_longest // 100_000 / 10}M"]  # rounded down
+
+
+def test_the_results_in_the_readme_are_those_of_their_pages():
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    slower, faster = re.search(r"a default run is (\S+) to (\S+) times as fast as TRL's", text).groups()
+    ours, trls = re.search(r"trains sequences of (\S+) tokens, and TRL (\S+) \(", text).groups()
+    least, most = re.search(r"the gradient is off by (\d+)% to (\d+)% without", text).groups()
+    gpu = (ROOT / "benchmarks/results/gpu_H200/README.md").read_text(encoding="utf-8")
+    speeds = re.findall(
+        r"^\| Qwen/\S+(?:, 4 layers)? \| [\d,]+ \| auto \|.*\| (\d\.\d\d) \| [^|]+ \|$", gpu, re.MULTILINE
+    )
+    assert len(speeds) == 6
+    assert [f"{float(speed):.1f}" for speed in (min(speeds), max(speeds))] == [slower, faster]
+    assert re.findall(r"^\| (?:TRL|balanced) \| ([\d,]+) \| [\d,]+ \| [\d.]+ \|$", gpu, re.MULTILINE) == [trls, ours]
+    stock = (ROOT / "benchmarks/results/elsewhere_cpu_2026-11-28.md").read_text(encoding="utf-8")
+    errors = re.findall(
+        r"^\| (?!control).*relative error of the gradient \| 0 \| (\S+) \| (\S+) \|$", stock, re.MULTILINE
+    )
+    assert {f"{float(error):.0%}" for error, _ in errors} == {f"{least}%", f"{most}%"}
+    assert "With longctx, it is exact to 1e-6" in text
+    assert all(float(error) <= 1e-6 for _, error in errors)
 
 
 @pytest.mark.long

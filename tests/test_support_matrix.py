@@ -357,7 +357,7 @@ def test_what_shows_a_feature_without_a_gpu_is_there():
 
 
 def test_the_page_is_what_flags_and_declarations_give():
-    """Cells that are no longer so are named; the command in the page's head makes it anew, or only a part of it."""
+    """Cells that are no longer so are named; the command at the page's end makes it anew, or only a part of it."""
     refused = support_page.refusals()
     every_test = dict.fromkeys(support_page.declared(refused), True)
     before = support_page.PAGE.read_text()

@@ -37,7 +37,7 @@ from .tables import conclusions, efficiency_table, fastest_table, looser_table, 
 HEAD = f"""\
 # How far each backend scales
 
-**All numbers on this page are simulated; nothing is measured.** `python -m benchmarks.scaling --output docs` printed
+**All numbers on this page are simulated; nothing is measured.** `python -m benchmarks.scaling --output FOLDER` printed
 them on {{date}}. `benchmarks.scaling.simulate` builds each training step from these parts:
 
 - the plan that places documents on ranks: the query–key pairs of every hop, and the tokens that arrive in it;
@@ -64,7 +64,7 @@ How to read the tables:
 - The simulation leaves out other jobs on the network, differences between devices, failures, and congestion in
   switches.
 - Attention's part of the simulation can be measured without GPUs: [eight processes on slow
-  links](../benchmarks/results/links_cpu_2026-11-25.md) show the measured order of backends beside the simulated one.
+  links](../links_cpu_2026-11-25.md) show the measured order of backends beside the simulated one.
 """
 
 STUDIES = ("more devices, same sequences", "longer sequences", "larger batch")
@@ -85,17 +85,16 @@ def page(folder: Path | None) -> str:
     one_group = {(case, devices): together(case, devices) for case in cases(PACKED, AGENT) for devices in TOGETHER_ON}
     shown = {case: runs for case, runs in every_split.items() if case in (packed, one, Case(QWEN, PACKED, 400))}
     if folder is not None:
-        images = folder / "images"
-        images.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         of = {kind: {case: fixed[case] for case in cases(kind)} for kind in (PACKED, ONE)}
-        curves_picture(images / "scaling_strong.png", of, "Simulated: the same sequences on more devices")
+        curves_picture(folder / "strong.png", of, "Simulated: the same sequences on more devices")
         growing: dict[str, Results] = {
             f"longer sequences: {kind}": {case: longer[case] for case in cases(kind)} for kind in (PACKED, ONE)
         }
         growing["more sequences: packed documents"] = more
-        curves_picture(images / "scaling_weak.png", growing, "Simulated: more work on more devices")
+        curves_picture(folder / "weak.png", growing, "Simulated: more work on more devices")
         of_kinds = {f"{case.documents}, {case.title}": fixed[case] for case in (packed, Case(LLAMA, PACKED, 100), one)}
-        time_picture(images / "scaling_time.png", of_kinds, "Simulated: how ranks spend a step, the same sequences")
+        time_picture(folder / "time.png", of_kinds, "Simulated: how ranks spend a step, the same sequences")
     return "\n".join(
         [
             HEAD.format(date=f"{datetime.now(UTC):%Y-%m-%d}"),
@@ -114,13 +113,13 @@ def page(folder: Path | None) -> str:
             "devices as the backend can use, and the sequences run one after the other. On more devices than the model "
             "has heads, Ulysses trains several sequences at a time.",
             "",
-            "![efficiency over devices](images/scaling_strong.png)",
+            "![efficiency over devices](strong.png)",
             "",
             f"Efficiency and seconds per step ({packed.documents}, {packed.title}):",
             "",
             *efficiency_table(fixed[packed]),
             "",
-            "![compute, exchange and waiting](images/scaling_time.png)",
+            "![compute, exchange and waiting](time.png)",
             "",
             "The table gives the fastest backend and number of groups (dp), with at least eight devices per sequence:",
             "",
@@ -143,7 +142,7 @@ def page(folder: Path | None) -> str:
             f"device. In the second table, the number of sequences grows: each group of {NODE} devices has one "
             f"sequence of {WEAK_TOKENS * NODE:,} tokens.",
             "",
-            "![efficiency over devices](images/scaling_weak.png)",
+            "![efficiency over devices](weak.png)",
             "",
             f"Longer sequences ({packed.documents}, {packed.title}):",
             "",
@@ -172,12 +171,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.scaling", description=(scaling.__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write scaling.md and images/ here, too")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write table.md and its pictures here, too")
     options = parser.parse_args(arguments)
     text = page(options.output)
     print(text, end="")
     if options.output:
-        (options.output / "scaling.md").write_text(text)
+        (options.output / "table.md").write_text(text)
     return 0
 
 

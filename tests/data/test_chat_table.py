@@ -21,6 +21,7 @@ from tests.data.chat_shapes import MASKED_TURNS, SHAPES, TURNS_BY_HAND, Learnt, 
 from tests.data.test_chats import _tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "chats.md"
+START, END = "<!-- tables of tests.data.test_chat_table -->", "<!-- end of the tables -->"
 TEMPLATES = {
     "llama3_1": "Llama 3.1",
     "llama3_2": "Llama 3.2",
@@ -122,16 +123,16 @@ def page() -> str:
     text = f"""\
 # Chats in public data sets
 
+{START}
+
 longctx is compared with TRL and LLaMA-Factory on {len(SHAPES)} shapes of chats and {len(TEMPLATES)} chat templates.
 `python -m tests.data.test_chat_table` compares all tokens and labels, with and without `--assistant_only_loss`, and
 writes this page.
 
 ## Where the assistant's turns come from
 
-`--assistant_only_loss` takes the assistant's turns from the `{{% generation %}}` markers of the template, or of TRL's
-training version of it. For any other template, longctx derives the turns: it renders the chat up to each turn and
-compares the texts. TRL cannot mask these templates, so here the expected mask is written by hand. Messages can also
-leave their own turn out of the loss, for example with `"weight": 0`.
+[Bring your data](../howto/data.md#which-turns-are-trained-on) explains the ways to find a turn. TRL cannot mask the
+templates whose turns longctx derives, so for these the expected mask is written by hand.
 
 | template | turns | turns with masks of their own |
 | --- | --- | --- |
@@ -158,7 +159,7 @@ Reasons for refusals:
 """
     reasons = [f"{number}. {reason}" for number, reason in enumerate(REASONS.values(), 1)]
     reasons += [f"- {name}, {TEMPLATES[template]}: {reason}" for (name, template), reason in DIFFERENT.items()]
-    return text + "\n".join(fill(reason, 120, subsequent_indent="   ") for reason in reasons) + "\n"
+    return text + "\n".join(fill(reason, 120, subsequent_indent="   ") for reason in reasons) + f"\n\n{END}\n"
 
 
 def _lines(rows: Iterable[list[str]]) -> str:

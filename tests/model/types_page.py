@@ -89,6 +89,8 @@ def page() -> str:
         [
             "# Model types",
             "",
+            "<!-- tables of tests.model.types_page -->",
+            "",
             f"`python -m tests.model.types_page` wrote this page from transformers {version('transformers')}. It lists",
             f"the {len(of_type)} model types for which transformers has a causal or an image-text model:",
             "",
@@ -105,6 +107,8 @@ def page() -> str:
             "## Not yet compared",
             "",
             *textwrap.wrap(f"{unknown}.", 120, break_on_hyphens=False),
+            "",
+            "<!-- end of the tables -->",
             "",
         ]
     )
