@@ -61,7 +61,7 @@ def rows(model: str, card: str, cards: int) -> Iterator[Row]:
         CONFIGS[model].save_pretrained(folder)
         adapter = ["--use_peft", "True", "--load_in_4bit", "True", "--dtype", "bfloat16"]
         settings = parse_flags(["--model_name_or_path", folder, *adapter])
-        plan = Plan.of(settings, machine, cards, lengths=LENGTHS, documents=one_document)
+        plan = Plan(settings, machine, cards, lengths=LENGTHS, documents=one_document)
     for length, choices in plan.choices.items():
         best = choices[0]
         if best.level > 0:
