@@ -1,6 +1,6 @@
 "use strict";
 const page = JSON.parse(document.getElementById("data").textContent);
-const GIB = 2 ** 30, FREE_PART = 0.1;
+const GIB = 2 ** 30;
 const LOOKS = {
   "parameters": ["--c0", 100], "unsharded parameters": ["--c0", 70], "gradients": ["--c0", 50],
   "optimizer states": ["--c0", 30], "checkpoints": ["--c1", 100], "sequence chunks": ["--c1", 60], "tokens": ["--c1", 40],
@@ -102,7 +102,7 @@ function drawChoices(plan, options, shown) {
       number(total(one.device_bytes) / GIB, 1), number(total(one.host_bytes) / GIB, 1), longest ? number(longest) : "–",
     ]) row.append(element("td", text));
     row.tabIndex = 0;
-    row.className = one.used > 1 - FREE_PART ? "dim" : "";
+    row.className = one.used > 1 - page.free_part ? "dim" : "";
     row.setAttribute("aria-selected", String(one.arrangement === shown.arrangement));
     row.addEventListener("click", choose);
     row.addEventListener("keydown", (event) => { if (event.key === "Enter") choose(); });

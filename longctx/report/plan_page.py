@@ -110,6 +110,7 @@ def page_of(plan: Plan) -> str:
         "Every number is predicted; none is measured."
     )
     data = {
+        "free_part": FREE_PART,
         "length": plan.length,
         "lengths": lengths,
         "run_flags": [plan.run_flags(length) for length in lengths],
