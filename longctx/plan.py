@@ -175,4 +175,6 @@ def _measured(per_node: int, memory: dict[str, Any]) -> Machine:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from longctx.__main__ import main as longctx
+
+    sys.exit(longctx(["plan", *sys.argv[1:]]))
