@@ -140,7 +140,8 @@ def _lines(chart: Chart, history: Sequence[Mapping[str, Any]]) -> Iterator[Serie
     """Yield the lines that have points, each once; of a longer one its moving mean, and the values behind it."""
     seen: list[Points] = []
     for i, (name, key) in enumerate(zip(chart.names or (chart.title,), chart.keys, strict=True)):
-        points, look = _points(history, key), f"c{i}"
+        points = [(step, value) for step, value in _points(history, key) if math.isfinite(value)]
+        look = f"c{i}"
         if not points or points in seen:  # one device is both the fullest and the emptiest
             continue
         seen.append(points)
@@ -157,32 +158,24 @@ def _lines(chart: Chart, history: Sequence[Mapping[str, Any]]) -> Iterator[Serie
 
 def numbers_table(history: Sequence[Mapping[str, Any]]) -> str:
     """Return the table with a row for each logged step, or for some of them in a long run."""
-    writers = {"step": "{:,}".format} | {key: chart.write for chart in CHARTS for key in chart.keys}
-    steps: dict[int, dict[str, Any]] = {}
-    for entry in history:
-        if "loss" in entry or "eval_loss" in entry:
-            steps.setdefault(entry["step"], {}).update(entry)
-    entries = list(steps.values())
-    every = max(1, -(-len(entries) // MOST_ROWS))
-    shown = [entry for i, entry in enumerate(entries) if i % every == 0 or i == len(entries) - 1]
-    columns = {name: write for name, write in writers.items() if any(_is_number(entry.get(name)) for entry in shown)}
-    head = "".join(f'<th scope="col">{escaped(name.replace("_", " "))}</th>' for name in columns)
-    rows = (
-        "".join(f"<td>{write(e[name]) if _is_number(e.get(name)) else ''}</td>" for name, write in columns.items())
-        for e in shown
+    written: dict[str, dict[float, str]] = {
+        key: {step: chart.write(value) for step, value in _points(history, key)}
+        for chart in CHARTS
+        for key in chart.keys
+    }
+    steps = sorted({step for of in written.values() for step in of})
+    every = max(1, -(-len(steps) // MOST_ROWS))
+    shown = sorted({*steps[::every], *steps[-1:]})
+    columns = {key: of for key, of in written.items() if of.keys() & set(shown)}
+    head = "".join(f'<th scope="col">{escaped(name.replace("_", " "))}</th>' for name in ("step", *columns))
+    rows = ([f"{step:,}", *(of.get(step, "") for of in columns.values())] for step in shown)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    about = (
+        f"<p>Every {every}th of {len(steps):,} logged steps; all are in trainer_state.json.</p>" if every > 1 else ""
     )
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    table = f"<table class=numbers><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    if every == 1:
-        return table
-    return f"<p>Every {every}th of {len(entries):,} logged steps; all are in trainer_state.json.</p>{table}"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return f"{about}<table class=numbers><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _points(history: Sequence[Mapping[str, Any]], key: str) -> Points:
-    """Return the finite values of a key over steps."""
-    found = [(entry["step"], float(entry[key])) for entry in history if _is_number(entry.get(key))]
-    return [(step, value) for step, value in found if math.isfinite(value)]
+    """Return the values of a key over steps."""
+    return [(entry["step"], entry[key]) for entry in history if isinstance(entry.get(key), int | float)]

@@ -221,9 +221,5 @@ def _flags(settings: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def _value(value: Any) -> str:
-    value = getattr(value, "value", value)
-    if isinstance(value, bool) or value is None:
-        return str(value)
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    written = {int: "{:,}", float: "{:.6g}"}.get(type(value), "{}")
+    return written.format(getattr(value, "value", value))

@@ -61,10 +61,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "lengths": [*plan.choices],
         "arrangements": {
             name: {
-                "sp": run.dims.sp,
-                "ring": run.dims.ring,
-                "ulysses": run.dims.ulysses,
-                "dp": run.dims.dp,
+                **{degree: getattr(run.dims, degree) for degree in ("sp", "ring", "ulysses", "dp")},
                 "engine": run.engine,
                 "longest_plain": plain and plain.length,
                 "longest": farthest.length,

@@ -19,7 +19,7 @@ MOST_POINTS = 400
 """The most points of a line. Those of a longer line are means over intervals."""
 
 Points = Sequence[tuple[float, float]]
-"""(step, value); all values are finite."""
+"""(step, value)"""
 
 DOCUMENT = """<!DOCTYPE html>
 <html lang="en">
@@ -100,7 +100,7 @@ def line_chart(
     """Draw values over steps, with the text that a screen reader reads.
 
     Args:
-        lines: each with at least one point.
+        lines: each with at least one point, and without values that are not finite.
         reaches: values that the y axis reaches at least.
         tick: how a value on the y axis is written.
     """

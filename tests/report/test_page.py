@@ -130,6 +130,14 @@ def test_a_page_of_an_evaluation_alone_has_its_loss():
     assert page.text[page.text.index("last evaluation") + 1] == "1.234"
 
 
+def test_a_loss_that_is_no_number_is_said_and_not_drawn():
+    history = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": float("nan")}]
+    html = report(history=history).html()
+    assert dict(itertools.pairwise(Page(html).text))["last loss"] == "nan"
+    assert "<td>nan</td>" in html
+    assert "<desc>training: from 2 at step 1 to 2 at step 1</desc>" in html
+
+
 def test_a_page_shows_what_the_run_has_shown_and_what_was_predicted():
     history = [{"step": 1, "loss": 2.0, "tokens_per_second_per_device": 1500.0, "peak_memory_gib_max": 40.0}]
     expected = Cost(
