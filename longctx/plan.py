@@ -10,8 +10,9 @@ import argparse
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from longctx.machine.here import Machine
@@ -120,7 +121,7 @@ def _plan(options: argparse.Namespace, settings: Settings) -> int:
 
 
 def _machine(options: argparse.Namespace, settings: Settings) -> Machine:
-    """Return the machine that the flags describe."""
+    """Return the machine that the flags describe, or this one with its measured speeds."""
     from longctx.launch.spawn import device_count
     from longctx.machine.here import Machine
     from longctx.machine.speeds import TABLE
@@ -138,29 +139,18 @@ def _machine(options: argparse.Namespace, settings: Settings) -> Machine:
         raise ValueError(
             f"--gpus {options.gpus} are not a whole number of nodes of --gpus_per_node {per_node}. Change one of them."
         )
-    memory: dict[str, Any] = {
-        "device_bytes": options.gpu_memory_gib and options.gpu_memory_gib * GIB,
-        "host_bytes": options.host_memory_gib and options.host_memory_gib * GIB,
-    }
+    sizes = {"device_bytes": options.gpu_memory_gib, "host_bytes": options.host_memory_gib}
+    memory = {name: size * GIB for name, size in sizes.items() if size is not None}
     if settings["use_cpu"] and (not options.measure or device_count()):
         raise ValueError(
             "--use_cpu True needs --measure on a machine without GPUs, since no speeds of CPUs are published. Add it, "
             "or leave --use_cpu out."
         )
-    if options.measure:
-        return _measured(per_node, memory)
-    gpu, known = options.gpu or GPU, TABLE.values("device_bytes")
-    if gpu not in known:
-        raise ValueError(f"--gpu {gpu} is not a kind of GPU that is known. Use one of {', '.join(known)}.")
-    return Machine.of(gpu, per_node, options.kernel, **memory)
-
-
-def _measured(per_node: int, memory: dict[str, Any]) -> Machine:
-    """Return this machine with its measured speeds, and the memory that it has unless flags say otherwise."""
-    from dataclasses import replace
-
-    from longctx.launch.spawn import device_count
-    from longctx.machine.here import Machine
+    if not options.measure:
+        gpu, known = options.gpu or GPU, TABLE.values("device_bytes")
+        if gpu not in known:
+            raise ValueError(f"--gpu {gpu} is not a kind of GPU that is known. Use one of {', '.join(known)}.")
+        return Machine.of(gpu, per_node, options.kernel, **memory)
     from longctx.machine.measure import measure_speeds
 
     try:
@@ -168,10 +158,9 @@ def _measured(per_node: int, memory: dict[str, Any]) -> Machine:
     except RuntimeError as error:
         raise ValueError(f"--measure: {error} Use --gpu with a device whose speeds are published.") from error
     here = Machine.here(device_count())
-    given = {
-        name: value for name, value in memory.items() if value is not None and (name == "host_bytes" or not here.is_cpu)
-    }
-    return replace(here, per_node=per_node, speeds=speeds, of_long_documents=None, kernel="", is_known=True, **given)
+    if here.is_cpu:
+        memory.pop("device_bytes", None)
+    return replace(here, per_node=per_node, speeds=speeds, of_long_documents=None, kernel="", is_known=True, **memory)
 
 
 if __name__ == "__main__":

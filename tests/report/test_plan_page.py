@@ -5,16 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import shutil
-import subprocess
 
 import pytest
 
 from longctx.model.tiny import tiny_config
 from longctx.plan import main
+from tests.report.browser import needs_browser, shown
 from tests.test_plan import LLAMA_8B, TINY
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def data_of_page(path):
@@ -79,25 +76,18 @@ def test_the_page_fetches_nothing_and_shows_names_as_text(tmp_path, capsys) -> N
     assert all(str(folder) in flags for flags in data_of_page(page)["run_flags"])
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs a browser (apt-get install chromium)")
+@needs_browser
 @pytest.mark.parametrize("width", [400, 1280])
 def test_a_browser_shows_the_recommendation_without_an_error_or_a_request(width, both, tmp_path) -> None:
     plan, page = both
-    log = tmp_path / "net.json"
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--enable-logging=stderr"]
-    flags += [f"--log-net-log={log}", "--disable-background-networking", f"--user-data-dir={tmp_path / 'user'}"]
-    done = subprocess.run([CHROMIUM, *flags, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0
-    assert "CONSOLE" not in done.stderr
-    command = done.stdout.partition('<pre id="command" tabindex="0">')[2].partition("</pre>")[0]
+    dom = shown(page, tmp_path, width)
+    command = dom.partition('<pre id="command" tabindex="0">')[2].partition("</pre>")[0]
     words = " ".join(re.sub("<[^>]*>", "", command).split()).replace("&quot;", '"')
     best = plan["recommendation"]
     assert words == best["command"]
-    assert f"<dd>{best['tokens_per_second_per_device']:,.0f}</dd>" in done.stdout.replace(' class=""', "")
-    assert "50,000 tokens" in done.stdout
-    assert len(re.findall("<figure>", done.stdout)) == 2
-    names = re.findall(r'<th scope="row">([^<]*)</th>', done.stdout)
+    assert f"<dd>{best['tokens_per_second_per_device']:,.0f}</dd>" in dom.replace(' class=""', "")
+    assert "50,000 tokens" in dom
+    assert len(re.findall("<figure>", dom)) == 2
+    names = re.findall(r'<th scope="row">([^<]*)</th>', dom)
     assert names[0] == best["arrangement"]
     assert sorted(names) == sorted(plan["arrangements"])
-    asked = re.findall(r'"url":"([^"]+)"', log.read_text())
-    assert [url for url in asked if not re.match(r"file:|data:|https?://[^/]*(google|gvt1)", url)] == []
