@@ -64,15 +64,16 @@ def reported(run: Run, trainer: SequenceTrainer) -> Iterator[list[tuple[str, str
     It gives a list, to which the body appends what the run has shown: (name, text).
     """
     results: list[tuple[str, str]] = []
+    failed = ""
     try:
         yield results
     except BaseException as error:
-        if trainer.sequence.rank == 0:
-            failed = f"Failed in step {trainer.state.global_step + 1}: {reason(error)}"
-            _write(run, trainer, failed, is_complete=False, results=results)
+        failed = f"Failed in step {trainer.state.global_step + 1}: {reason(error)}"
         raise
-    if trainer.sequence.rank == 0:
-        _write(run, trainer, *_end(trainer), results=results)
+    finally:
+        if trainer.sequence.rank == 0:
+            ended, is_complete = (failed, False) if failed else _end(trainer)
+            _write(run, trainer, ended, is_complete, results=results)
 
 
 def _end(trainer: SequenceTrainer) -> tuple[str, bool]:
