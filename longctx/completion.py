@@ -14,7 +14,7 @@ import shtab
 from longctx.__main__ import COMMANDS
 from longctx.settings.dpo import DPO
 from longctx.settings.flags import SFT
-from longctx.settings.schema import BOOL, FOLDER, PATH, Flag, Method
+from longctx.settings.schema import BOOL, FOLDER, PATH, Method
 from longctx.verify.__main__ import VERIFY
 
 SHELLS = ("bash", "zsh", "fish")
@@ -63,12 +63,8 @@ def _flags_of(method: Method) -> argparse.ArgumentParser:
     config = parser.add_argument("--config", help="Read flags from a YAML file")
     config.complete = shtab.FILE  # type: ignore[attr-defined]
     for flag in method.flags.values():
-        action = parser.add_argument(f"--{flag.name}", help=flag.summary.replace("%", "%%"), choices=_choices(flag))
+        choices = ("True", "False") if flag.kind is BOOL else flag.choices or None
+        action = parser.add_argument(f"--{flag.name}", help=flag.summary.replace("%", "%%"), choices=choices)
         if flag.kind in COMPLETE:
             action.complete = COMPLETE[flag.kind]  # type: ignore[attr-defined]
     return parser
-
-
-def _choices(flag: Flag) -> tuple[str, ...] | None:
-    """Return the values that a flag takes, or None for others than a few words."""
-    return ("True", "False") if flag.kind is BOOL else flag.choices or None

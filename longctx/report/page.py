@@ -166,7 +166,7 @@ class RunReport:
 
     def html(self) -> str:
         """Return the page, without any secret."""
-        packing = next((entry["packing"] for entry in reversed(self.history) if "packing" in entry), {})
+        packing: Mapping[str, Any] = next((e["packing"] for e in reversed(self.history) if "packing" in e), {})
         sections = (
             (SECTION, "Run", table(line.partition(" ")[::2] for line in self.description)),
             (SECTION, "Command", f'<pre tabindex="0">{words(without_secrets(self.command))}</pre>'),

@@ -71,7 +71,7 @@ class Plan:
     def settings(self) -> Settings:
         """The flags of a run of any length."""
         path = Path(self.asked["model_name_or_path"])
-        values = {"max_length": None}
+        values: dict[str, Any] = {"max_length": None}
         if path.name == "config.json":
             values["model_name_or_path"] = str(path.parent)
         if not (self.asked["dataset_name"] or self.asked["datasets"]):
@@ -106,7 +106,7 @@ class Plan:
         return max((n for n in self.lengths if n <= most), default=1 << max(most.bit_length() - 1, 10))
 
     @cached_property
-    def choices(self) -> Mapping[int, Sequence[Choice]]:
+    def choices(self) -> dict[int, list[Choice]]:
         """By length: the best memory options of every arrangement, the best of all first."""
         return {length: self.at(length) for length in sorted({*self.lengths, self.length})}
 
