@@ -34,13 +34,13 @@ class Chart(NamedTuple):
     title: str
     keys: Sequence[str]
     """Of the log, one for each line."""
-    names: Sequence[str] = ()
-    """Of the lines, where there are several. Those that are named training have a moving mean."""
     reaches: Sequence[float] = ()
     """Values that the y axis reaches at least."""
     write: Callable[[float], str] = _four_digits
     """A value as text."""
     note: str = ""
+    names: Sequence[str] = ()
+    """Of the lines, where there are several. Those that are named training have a moving mean."""
     ordinary: float = -math.inf
     """The chart is folded if no value is above this one."""
 
@@ -48,6 +48,7 @@ class Chart(NamedTuple):
 _PARTS = ("training", "evaluation")
 _RANKS = ("the fullest rank", "the emptiest rank")
 _SHARES = ("attention", "waiting for other ranks", "waiting for data")
+_TIMES = ("attention_fraction", "communication_fraction", "data_fraction")
 _OF_MARGINS = "Mean over pairs of the chosen answer's reward minus the rejected one's."
 _OF_ACCURACIES = "Part of the pairs whose chosen answer has the larger reward."
 _OF_TIMES = (
@@ -60,31 +61,24 @@ _OF_PADDING = "Part of the tokens computed that are padding."
 _OF_ATTENTION = "Attention work of the busiest rank over the mean; 1 is even."
 
 CHARTS = (
-    Chart("Loss", ("loss", "eval_loss"), _PARTS, (), "{:.4f}".format),
-    Chart("Rewards", ("rewards/chosen", "rewards/rejected"), ("chosen", "rejected")),
-    Chart("Reward margins", ("rewards/margins", "eval_rewards/margins"), _PARTS, note=_OF_MARGINS),
+    Chart("Loss", ("loss", "eval_loss"), write="{:.4f}".format, names=_PARTS),
+    Chart("Rewards", ("rewards/chosen", "rewards/rejected"), names=("chosen", "rejected")),
+    Chart("Reward margins", ("rewards/margins", "eval_rewards/margins"), note=_OF_MARGINS, names=_PARTS),
     Chart(
-        "Reward accuracies", ("rewards/accuracies", "eval_rewards/accuracies"), _PARTS, (0, 1), percent, _OF_ACCURACIES
+        "Reward accuracies", ("rewards/accuracies", "eval_rewards/accuracies"), (0, 1), percent, _OF_ACCURACIES, _PARTS
     ),
-    Chart("Tokens per second", ("tokens_per_second",), (), (0,), number),
-    Chart("MFU", ("mfu",), (), (0,), percent),
-    Chart("Peak GPU memory, GiB", ("peak_memory_gib_max", "peak_memory_gib_min"), _RANKS),
-    Chart("Peak host memory, GiB", ("peak_host_memory_gib_max", "peak_host_memory_gib_min"), _RANKS),
-    Chart(
-        "Where the time went",
-        ("attention_fraction", "communication_fraction", "data_fraction"),
-        _SHARES,
-        (0,),
-        percent,
-        _OF_TIMES,
-    ),
-    Chart("Auxiliary loss", ("aux_loss",), (), (0,), note=_OF_ROUTERS),
-    Chart("Expert load", ("expert_load_imbalance",), (), (1, 2), note=_OF_EXPERTS),
-    Chart("Unused experts", ("unused_experts_fraction",), (), (0, 0.05), percent),
-    Chart("Padding", ("padding_fraction",), (), (0, 0.05), percent, _OF_PADDING, ordinary=0.05),
-    Chart("Attention imbalance", ("attention_imbalance",), (), (1, 1.1), note=_OF_ATTENTION, ordinary=1.1),
-    Chart("Gradient norm", ("grad_norm",), (), (0,)),
-    Chart("Learning rate", ("learning_rate",), (), (0,)),
+    Chart("Tokens per second", ("tokens_per_second",), (0,), number),
+    Chart("MFU", ("mfu",), (0,), percent),
+    Chart("Peak GPU memory, GiB", ("peak_memory_gib_max", "peak_memory_gib_min"), names=_RANKS),
+    Chart("Peak host memory, GiB", ("peak_host_memory_gib_max", "peak_host_memory_gib_min"), names=_RANKS),
+    Chart("Where the time went", _TIMES, (0,), percent, _OF_TIMES, _SHARES),
+    Chart("Auxiliary loss", ("aux_loss",), (0,), note=_OF_ROUTERS),
+    Chart("Expert load", ("expert_load_imbalance",), (1, 2), note=_OF_EXPERTS),
+    Chart("Unused experts", ("unused_experts_fraction",), (0, 0.05), percent),
+    Chart("Padding", ("padding_fraction",), (0, 0.05), percent, _OF_PADDING, ordinary=0.05),
+    Chart("Attention imbalance", ("attention_imbalance",), (1, 1.1), note=_OF_ATTENTION, ordinary=1.1),
+    Chart("Gradient norm", ("grad_norm",), (0,)),
+    Chart("Learning rate", ("learning_rate",), (0,)),
 )
 
 TILES: tuple[tuple[str, str, Callable[[Sequence[float]], float], Callable[[float], str]], ...] = (
