@@ -158,16 +158,16 @@ def _advice(run: Run, machine: Machine) -> str:
     room += f"{machine.host_bytes / GIB:.1f} GiB of host memory"
     rank = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
     lines = [
-        f"out of memory{rank}, with sequences of {length:,} tokens, {shape.local_tokens(length):,.0f} of them a rank. "
-        "What would have helped, all predicted:",
-        f"largest   {', '.join(f'{name} {size / GIB:.2f}' for name, size in largest)} GiB of {place}",
-        f"as it is  sequences of about {token_label(fits, DIGITS)} tokens, in {room}",
-        *(f"add       {flags}: about {token_label(lengths[flags], DIGITS)}" for flags in helpful),
-        f"or        {'a shorter --max_length' if fits else 'more devices, a smaller model'}",
+        f"longctx: out of memory{rank}, with sequences of {length:,} tokens, {shape.local_tokens(length):,.0f} of them "
+        "a rank. What would have helped, all predicted:",
+        f"longctx: largest   {', '.join(f'{name} {size / GIB:.2f}' for name, size in largest)} GiB of {place}",
+        f"longctx: as it is  sequences of about {token_label(fits, DIGITS)} tokens, in {room}",
+        *(f"longctx: add       {flags}: about {token_label(lengths[flags], DIGITS)}" for flags in helpful),
+        "longctx: or        a shorter --max_length" if fits else "longctx: or        more devices, a smaller model",
     ]
     if run.next_choice:
-        lines.append(f"run again with {run.next_choice}: the next choice of --memory auto")
-    return "\n".join(f"longctx: {line}" for line in lines)
+        lines.append(f"longctx: run again with {run.next_choice}: the next choice of --memory auto")
+    return "\n".join(lines)
 
 
 def _changed(run: Run, machine: Machine) -> dict[str, tuple[RunShape, Machine]]:
