@@ -52,14 +52,14 @@ def rows(model: str, every: Sequence[int]) -> Iterator[Row]:
             per_node = min(gpus, NODE)
             machine = Machine.of(DEVICE, per_node, host_bytes=HOST_BYTES * per_node / NODE)
             settings = parse_flags(["--model_name_or_path", folder, "--sp", str(gpus)])
-            plan = Plan.of(settings, machine, gpus, lengths=LENGTHS, documents=one_document)
+            plan = Plan(settings, machine, gpus, lengths=LENGTHS, documents=one_document)
             names: dict[str, list[str]] = {}
             for name, run in plan.runs.items():
                 names.setdefault("one device" if gpus == 1 else run.backend.name, []).append(name)
             for backend, group in names.items():
                 reaches = [plan.reaches[name] for name in group]
                 fitting = [
-                    [one.cost.step_seconds for one in plan.choices[n] if name_of(one) in group and one.cost.fits]
+                    [one.cost.step_seconds for one in plan.choices[n] if name_of(one.shape) in group and one.cost.fits]
                     for n in LENGTHS
                 ]
                 yield Row(

@@ -61,14 +61,14 @@ def rows(model: str, card: str, cards: int) -> Iterator[Row]:
         CONFIGS[model].save_pretrained(folder)
         adapter = ["--use_peft", "True", "--load_in_4bit", "True", "--dtype", "bfloat16"]
         settings = parse_flags(["--model_name_or_path", folder, *adapter])
-        plan = Plan.of(settings, machine, cards, lengths=LENGTHS, documents=one_document)
-    for length, choices in plan.choices.items():
-        best = choices[0]
-        if best.level > 0:
-            return
-        scaling = plan.scaling(length)
-        flags = flags_of(best) + (f" --rope_scaling {scaling}" if scaling else "")
-        yield Row(cards, length, best, flags, weights_seconds(best.shape, machine))
+        plan = Plan(settings, machine, cards, lengths=LENGTHS, documents=one_document)
+        for length, choices in plan.choices.items():
+            best = choices[0]
+            if best.level > 0:
+                return
+            scaling = plan.scaling(length)
+            flags = flags_of(best) + (f" --rope_scaling {scaling}" if scaling else "")
+            yield Row(cards, length, best, flags, weights_seconds(best.shape, machine))
 
 
 def table(model: str, card: str) -> Iterator[str]:

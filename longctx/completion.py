@@ -14,7 +14,7 @@ import shtab
 from longctx.__main__ import COMMANDS
 from longctx.settings.dpo import DPO
 from longctx.settings.flags import SFT
-from longctx.settings.schema import BOOL, FOLDER, PATH, Flag, Method
+from longctx.settings.schema import BOOL, FOLDER, PATH, Method
 from longctx.verify.__main__ import VERIFY
 
 SHELLS = ("bash", "zsh", "fish")
@@ -45,10 +45,16 @@ def _command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="longctx")
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers()
+    methods = {"train": SFT, "dpo": DPO, "verify": VERIFY, "plan": DPO}
     for name, command in COMMANDS.items():
-        methods = {"train": SFT, "dpo": DPO, "verify": VERIFY}
-        of_command = _flags_of(methods[name]) if name in methods else import_module(command.module)._parser()
-        commands.add_parser(name, help=command.purpose, parents=[of_command], add_help=False)
+        parents = [_flags_of(methods[name])] if name in methods else []
+        if name not in ("train", "dpo", "verify"):
+            parents.append(import_module(command.module)._parser())
+        found = commands.add_parser(
+            name, help=command.purpose, parents=parents, add_help=False, conflict_handler="resolve"
+        )
+        if name in ("train", "dpo", "verify"):
+            found.add_argument("--help-all", action="store_true", help="List every flag")
     return parser
 
 
@@ -56,14 +62,9 @@ def _flags_of(method: Method) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     config = parser.add_argument("--config", help="Read flags from a YAML file")
     config.complete = shtab.FILE  # type: ignore[attr-defined]
-    parser.add_argument("--help-all", action="store_true", help="List every flag")
     for flag in method.flags.values():
-        action = parser.add_argument(f"--{flag.name}", help=flag.summary.replace("%", "%%"), choices=_choices(flag))
+        choices = ("True", "False") if flag.kind is BOOL else flag.choices or None
+        action = parser.add_argument(f"--{flag.name}", help=flag.summary.replace("%", "%%"), choices=choices)
         if flag.kind in COMPLETE:
             action.complete = COMPLETE[flag.kind]  # type: ignore[attr-defined]
     return parser
-
-
-def _choices(flag: Flag) -> tuple[str, ...] | None:
-    """Return the values that a flag takes, or None for others than a few words."""
-    return ("True", "False") if flag.kind is BOOL else flag.choices or None

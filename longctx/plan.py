@@ -10,13 +10,12 @@ import argparse
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from longctx.forecast.search import Choice
     from longctx.machine.here import Machine
-    from longctx.report.plan_text import Plan
     from longctx.settings.schema import Method
     from longctx.settings.values import Settings
 
@@ -93,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(options: argparse.Namespace, settings: Settings) -> int:
     from longctx.forecast.documents import drawn_from, one_document, one_pair
     from longctx.forecast.learned import corrected
+    from longctx.report.plan_page import as_json, page_of
     from longctx.report.plan_text import Plan, as_text
 
     if not settings.is_set("model_name_or_path"):
@@ -102,33 +102,26 @@ def _plan(options: argparse.Namespace, settings: Settings) -> int:
         settings = settings.with_("command", use_cpu=True)
     elif settings["learned"] and not options.measure:
         machine = corrected(machine)
-    documents = drawn_from(options.document_lengths) if options.document_lengths is not None else None
-    fill = documents or (one_pair if settings.method.reads_pairs else one_document)
-    plan = Plan.of(
-        settings,
-        machine,
-        options.gpus,
-        lengths=options.lengths,
-        documents=fill,
-        documents_file=options.document_lengths,
-    )
-    as_values = json.dumps(_as_json(plan), indent=1)
-    print(as_values if options.json else as_text(plan))
+    file = options.document_lengths
+    one = one_pair if settings.method.reads_pairs else one_document
+    documents = one if file is None else drawn_from(file)
+    plan = Plan(settings, machine, options.gpus, options.lengths, documents, documents_file=file)
+    values = f"{json.dumps(as_json(plan), indent=1)}\n" if options.json or options.output else ""
+    text = f"{as_text(plan)}\n"
+    print(values if options.json else text, end="")
     files = {}
     if options.output is not None:
-        files = {options.output / "plan.json": f"{as_values}\n", options.output / "plan.md": f"{as_text(plan)}\n"}
+        files = {options.output / "plan.json": values, options.output / "plan.md": text}
     if options.html is not None or options.output is not None:
-        from longctx.report.plan_page import page_of
-
         files[options.html or options.output / "plan.html"] = page_of(plan)
-    for path, text in files.items():
+    for path, content in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        path.write_text(content, encoding="utf-8")
     return 1 if plan.best(plan.length) is None else 0
 
 
 def _machine(options: argparse.Namespace, settings: Settings) -> Machine:
-    """Return the machine that the flags describe."""
+    """Return the machine that the flags describe, or this one with its measured speeds."""
     from longctx.launch.spawn import device_count
     from longctx.machine.here import Machine
     from longctx.machine.speeds import TABLE
@@ -146,29 +139,18 @@ def _machine(options: argparse.Namespace, settings: Settings) -> Machine:
         raise ValueError(
             f"--gpus {options.gpus} are not a whole number of nodes of --gpus_per_node {per_node}. Change one of them."
         )
-    memory: dict[str, Any] = {
-        "device_bytes": options.gpu_memory_gib and options.gpu_memory_gib * GIB,
-        "host_bytes": options.host_memory_gib and options.host_memory_gib * GIB,
-    }
+    sizes = {"device_bytes": options.gpu_memory_gib, "host_bytes": options.host_memory_gib}
+    memory = {name: size * GIB for name, size in sizes.items() if size is not None}
     if settings["use_cpu"] and (not options.measure or device_count()):
         raise ValueError(
             "--use_cpu True needs --measure on a machine without GPUs, since no speeds of CPUs are published. Add it, "
             "or leave --use_cpu out."
         )
-    if options.measure:
-        return _measured(per_node, memory)
-    gpu, known = options.gpu or GPU, TABLE.values("device_bytes")
-    if gpu not in known:
-        raise ValueError(f"--gpu {gpu} is not a kind of GPU that is known. Use one of {', '.join(known)}.")
-    return Machine.of(gpu, per_node, options.kernel, **memory)
-
-
-def _measured(per_node: int, memory: dict[str, Any]) -> Machine:
-    """Return this machine with its measured speeds, and the memory that it has unless flags say otherwise."""
-    from dataclasses import replace
-
-    from longctx.launch.spawn import device_count
-    from longctx.machine.here import Machine
+    if not options.measure:
+        gpu, known = options.gpu or GPU, TABLE.values("device_bytes")
+        if gpu not in known:
+            raise ValueError(f"--gpu {gpu} is not a kind of GPU that is known. Use one of {', '.join(known)}.")
+        return Machine.of(gpu, per_node, options.kernel, **memory)
     from longctx.machine.measure import measure_speeds
 
     try:
@@ -176,63 +158,12 @@ def _measured(per_node: int, memory: dict[str, Any]) -> Machine:
     except RuntimeError as error:
         raise ValueError(f"--measure: {error} Use --gpu with a device whose speeds are published.") from error
     here = Machine.here(device_count())
-    given = {
-        name: value for name, value in memory.items() if value is not None and (name == "host_bytes" or not here.is_cpu)
-    }
-    return replace(here, per_node=per_node, speeds=speeds, of_long_documents=None, kernel="", is_known=True, **given)
-
-
-def _as_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan as JSON values."""
-    machine, best = plan.machine, plan.best(plan.length)
-    memory = {"device_bytes": machine.device_bytes, "host_bytes": machine.host_bytes}
-    return {
-        "predicted": True,
-        "method": plan.settings.method.module.rpartition(".")[2],
-        "model": plan.settings["model_name_or_path"],
-        "machine": {"gpus": plan.gpus, "gpus_per_node": machine.per_node, "device": machine.device, **memory},
-        "kernel": machine.kernel,
-        "documents": None if plan.documents_file is None else str(plan.documents_file),
-        "lengths": [*plan.choices],
-        "arrangements": {
-            name: {
-                "sp": run.dims.sp,
-                "ring": run.dims.ring,
-                "ulysses": run.dims.ulysses,
-                "dp": run.dims.dp,
-                "engine": run.engine,
-                "longest_plain": plain and plain.length,
-                "longest": farthest.length,
-                "binds": farthest.binds,
-            }
-            for name, run in plan.runs.items()
-            for plain, farthest in [plan.reaches[name]]
-        },
-        "choices": {str(n): [_choice_as_json(one) for one in of] for n, of in plan.choices.items()},
-        "recommendation": None
-        if best is None
-        else {**_choice_as_json(best), "length": plan.length, "command": plan.command(best, plan.length)},
-    }
-
-
-def _choice_as_json(choice: Choice) -> dict[str, Any]:
-    """Return a choice with its cost as JSON values."""
-    from longctx.report.plan_text import flags_of, name_of
-
-    of = choice.cost
-    return {
-        "arrangement": name_of(choice),
-        "flags": flags_of(choice),
-        "fits": of.fits,
-        "used": round(of.used, 4),
-        "tokens_per_second_per_device": round(of.speed, 1) if of.fits else None,
-        "seconds_per_step": of.step_seconds,
-        "seconds": dict(of.seconds),
-        "device_bytes": dict(of.device),
-        "host_bytes": dict(of.host),
-        "disk_bytes": dict(of.disk),
-    }
+    if here.is_cpu:
+        memory.pop("device_bytes", None)
+    return replace(here, per_node=per_node, speeds=speeds, of_long_documents=None, kernel="", is_known=True, **memory)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from longctx.__main__ import main as longctx
+
+    sys.exit(longctx(["plan", *sys.argv[1:]]))

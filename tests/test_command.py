@@ -86,10 +86,22 @@ def test_a_profile_by_name_starts_accelerate(tmp_path):
     assert "sp 2 (ring 2 × ulysses 1)" in done.stdout
 
 
-@pytest.mark.parametrize("command", [["--version"], ["completion", "bash"]])
+PLAN = ["--model_name_or_path", "tiny", "--gpus", "1", "--lengths", "4096"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["longctx", "--version"],
+        ["longctx", "completion", "bash"],
+        ["longctx", "plan", *PLAN],
+        ["longctx.plan", *PLAN],
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
 def test_output_that_nobody_reads_ends_a_command_quietly(command):
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, "-m", "longctx", *command], stdout=writer, stderr=subprocess.PIPE)
+    done = subprocess.run([sys.executable, "-m", *command], stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (done.returncode, done.stderr) == (128 + 13, b"")

@@ -54,6 +54,7 @@ def test_a_shell_completes_commands_flags_and_values(shell, scripts):
     if shell == "zsh":  # calls the completed command
         assert "train --max_steps :END" in completed(shell, scripts[shell], "longctx train --max_ste")
         assert "plan --gpus_per_node :END" in completed(shell, scripts[shell], "longctx plan --gpus_")
+        assert "plan --max_steps :END" in completed(shell, scripts[shell], "longctx plan --max_ste")
         return
     assert completed(shell, scripts[shell], "longctx train --max_ste") == {"--max_steps"}
     assert completed(shell, scripts[shell], "longctx tr") == {"train"}
@@ -63,6 +64,8 @@ def test_a_shell_completes_commands_flags_and_values(shell, scripts):
     assert {"sigmoid", "simpo"} <= completed(shell, scripts[shell], "longctx dpo --loss_type ")
     assert completed(shell, scripts[shell], "longctx verify --num_l") == {"--num_layers"}
     assert completed(shell, scripts[shell], "longctx plan --gpu_") == {"--gpu_memory_gib"}
+    assert completed(shell, scripts[shell], "longctx plan --tiled_mlp_") == {"--tiled_mlp_num_shards"}
+    assert completed(shell, scripts[shell], "longctx plan --packing ") == {"True", "False"}
     assert {"bash", "zsh", "fish"} <= completed(shell, scripts[shell], "longctx completion ")
 
 

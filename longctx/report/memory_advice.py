@@ -49,13 +49,13 @@ def describe_memory(run: Run, peak: PeakMemory, longest_row: int, model: torch.n
         longest_row: tokens of the longest micro-batch, padding included.
     """
     shape = replace(run.shape, model=ModelSizes.of_model(model))
-    lines = []
-    for kind, of in peak.to_dict().items():
-        if kind != "allocation_retries":
-            lines.append(
-                f"{kind:9} {of['gib_max']:.2f} GiB at most, on rank {of['rank_of_max']}; {of['gib_min']:.2f} at "
-                f"least; {of['gib_mean']:.2f} on average"
-            )
+    kinds = peak.to_dict()
+    del kinds["allocation_retries"]
+    lines = [
+        f"{kind:9} {of['gib_max']:.2f} GiB at most, on rank {of['rank_of_max']}; {of['gib_min']:.2f} at least; "
+        f"{of['gib_mean']:.2f} on average"
+        for kind, of in kinds.items()
+    ]
     return [*lines, describe_reach(shape, machine_of(run), peak, longest_row // shape.rows)]
 
 
@@ -100,13 +100,18 @@ def out_of_memory_explained(run: Run) -> Iterator[None]:
 
     Enter it before weights are read.
     """
-    machine = machine_of(run)
-    machine = replace(machine, host_bytes=min(_host_room(), machine.per_node * address_room()))
+    machine, room = machine_of(run), host_bytes()
+    with suppress(OSError):  # no Linux
+        room = available_host_memory()
+    machine = replace(machine, host_bytes=min(room, machine.per_node * address_room()))
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error) and is_first_to_say():
-            error.add_note(_advice(run, machine))
+            try:
+                error.add_note(_advice(run, machine))
+            except Exception as other:  # there is no memory for this either; the error itself is what counts
+                error.add_note(f"longctx: out of memory, and too little is left to say what would help ({other!r})")
         raise
 
 
@@ -136,20 +141,33 @@ def is_first_to_say() -> bool:
     return True
 
 
-def _host_room() -> int:
-    try:
-        return available_host_memory()
-    except OSError:  # no Linux
-        return host_bytes()
-
-
 def _advice(run: Run, machine: Machine) -> str:
-    try:
-        said = suggest_savings(run.shape, machine, run.settings["max_length"], _changed(run, machine))
-        again = f"\nlongctx: run again with {run.next_choice}: the next choice of --memory auto" * bool(run.next_choice)
-        return said + again
-    except Exception as error:  # there is no memory for this either; the error itself is what counts
-        return f"longctx: out of memory, and too little is left to say what would have helped ({error!r})"
+    """Return what is largest, and how long sequences can be as it is and with each flag that helps, the longest first.
+
+    Args:
+        machine: with the memory for the step.
+    """
+    shape, length = run.shape, run.settings["max_length"]
+    peak = cost(shape, machine, length)
+    taken, place = (peak.host, "host memory") if machine.is_cpu else (peak.device, "a GPU")
+    largest = sorted(taken.items(), key=lambda item: -item[1])[:4]
+    fits = reach(shape, machine).length
+    lengths = {flags: reach(other, there).length for flags, (other, there) in _changed(run, machine).items()}
+    helpful = sorted((flags for flags in lengths if lengths[flags] > 1.02 * fits), key=lambda flags: -lengths[flags])
+    room = "" if machine.is_cpu else f"{machine.device_bytes / GIB:.1f} GiB of a GPU and "
+    room += f"{machine.host_bytes / GIB:.1f} GiB of host memory"
+    rank = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
+    lines = [
+        f"longctx: out of memory{rank}, with sequences of {length:,} tokens, {shape.local_tokens(length):,.0f} of them "
+        "a rank. What would have helped, all predicted:",
+        f"longctx: largest   {', '.join(f'{name} {size / GIB:.2f}' for name, size in largest)} GiB of {place}",
+        f"longctx: as it is  sequences of about {token_label(fits, DIGITS)} tokens, in {room}",
+        *(f"longctx: add       {flags}: about {token_label(lengths[flags], DIGITS)}" for flags in helpful),
+        "longctx: or        a shorter --max_length" if fits else "longctx: or        more devices, a smaller model",
+    ]
+    if run.next_choice:
+        lines.append(f"longctx: run again with {run.next_choice}: the next choice of --memory auto")
+    return "\n".join(lines)
 
 
 def _changed(run: Run, machine: Machine) -> dict[str, tuple[RunShape, Machine]]:
@@ -157,17 +175,16 @@ def _changed(run: Run, machine: Machine) -> dict[str, tuple[RunShape, Machine]]:
 
     They are those of MEMORY_OPTIONS, what --memory auto would set, and twice as many devices for a sequence.
     """
-    shape, length = run.shape, run.settings["max_length"]
-    asked, memory = dict(run.asked_memory_options), run.settings["memory"]
+    shape, length, asked = run.shape, run.settings["max_length"], run.asked_memory_options
     found: dict[str, tuple[RunShape, Machine]] = {}
     for flags, values in MEMORY_OPTIONS.items():
-        options = {name: value for name, value in values.items() if name not in ("memory", "rows")}
+        options = {**asked, **values}
+        memory, rows = options.pop("memory", run.settings["memory"]), options.pop("rows", shape.rows)
         with suppress(ValueError):  # there is no place for it in this run
-            fewer = replace(shape, rows=values.get("rows", shape.rows))
-            found[flags] = with_options(fewer, values.get("memory", memory), {**asked, **options}, length), machine
-    for one in search([shape], machine, length, fixed=asked):
+            found[flags] = with_options(replace(shape, rows=rows), memory, options, length), machine
+    for one in search([shape], machine, length, fixed=asked) if machine.is_known else ():
         words = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in one.memory_flags.items())
-        if one.cost.fits and machine.is_known:
+        if one.cost.fits:
             found[f"--memory auto, which is {words}"] = one.shape, machine
     sp = 2 * shape.sp
     more = 1 if shape.world_size % sp == 0 else 2
@@ -181,35 +198,3 @@ def _changed(run: Run, machine: Machine) -> dict[str, tuple[RunShape, Machine]]:
     nodes = replace(machine, per_node=more * machine.per_node) if machine.is_cpu else machine
     found[f"--sp {sp}" + (f", on {spread.world_size} devices" if more > 1 else "")] = spread, nodes
     return found
-
-
-def suggest_savings(
-    shape: RunShape, machine: Machine, length: int, changed: Mapping[str, tuple[RunShape, Machine]]
-) -> str:
-    """Return advice for an out-of-memory error: the largest consumers, and the memory options by effect.
-
-    Args:
-        machine: with the memory for the step.
-        length: tokens of a row.
-        changed: flags that can be added -> the shape with them, and the machine.
-    """
-    peak = cost(shape, machine, length)
-    taken, place = (peak.host, "host memory") if machine.is_cpu else (peak.device, "a GPU")
-    largest = sorted(taken.items(), key=lambda item: -item[1])[:4]
-    fits = reach(shape, machine).length
-    lengths = {flags: reach(other, there).length for flags, (other, there) in changed.items()}
-    helpful = sorted((flags for flags in lengths if lengths[flags] > 1.02 * fits), key=lambda flags: -lengths[flags])
-    room = f"{machine.host_bytes / GIB:.1f} GiB of host memory"
-    if not machine.is_cpu:
-        room = f"{machine.device_bytes / GIB:.1f} GiB of a GPU and {room}"
-    rank = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
-    return "\n".join(
-        [
-            f"longctx: out of memory{rank}, with sequences of {length:,} tokens, {shape.local_tokens(length):,.0f} of "
-            "them a rank. What would have helped, all predicted:",
-            f"longctx: largest   {', '.join(f'{name} {size / GIB:.2f}' for name, size in largest)} GiB of {place}",
-            f"longctx: as it is  sequences of about {token_label(fits, DIGITS)} tokens, in {room}",
-            *(f"longctx: add       {flags}: about {token_label(lengths[flags], DIGITS)}" for flags in helpful),
-            "longctx: or        a shorter --max_length" if fits else "longctx: or        more devices, a smaller model",
-        ]
-    )

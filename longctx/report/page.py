@@ -7,11 +7,10 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from html import escape
-from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from longctx.forecast.cost import Cost
 from longctx.launch.console import Line, show
 from longctx.launch.failures import reason
 from longctx.report.charts import all_charts, key_numbers, numbers_table
-from longctx.report.svg import bullet_list, escaped, table, tile, words
+from longctx.report.svg import document, escaped, table, words
 from longctx.settings.flags import SFT
 from longctx.settings.run import Run
 from longctx.training.checkpoint.folder import checkpoints
@@ -44,39 +43,18 @@ HIDDEN = "REDACTED"
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "deepspeed", "peft", "datasets", "flash-attn")
 """Packages whose versions the page names, where they are installed."""
 
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<link rel="icon" href="data:,">
-<title>{name} – longctx run</title>
-<style>
-{style}</style>
-</head>
-<body>
-<header><h1>{name}</h1><p class="{state}">{ended}</p><p class="when">Written {written} by longctx.</p></header>
+BODY = """<header><h1>{name}</h1>
+<p class="{state}">{ended}</p><p class="when">Written {written} by longctx.</p></header>
 <main>
 <dl class="tiles">{tiles}</dl>
 <section aria-label="Results">{results}</section>
 <section class="charts" aria-label="Charts">
 {charts}</section>
-<details><summary>Numbers</summary><div class="wide" tabindex="0">{numbers}</div></details>
-<section><h2>Run</h2><div class="wide" tabindex="0">{description}</div></section>
-<section><h2>Command</h2><pre tabindex="0">{command}</pre></section>
-<section class="columns">
-<div><h2>Packing</h2><div class="wide" tabindex="0">{packing}</div></div>
-<div><h2>Versions</h2><div class="wide" tabindex="0">{versions}</div></div>
-<div><h2>Checkpoints</h2>{checkpoints}</div>
-</section>
-<section><h2>Flags that were set</h2><div class="wide" tabindex="0">{given}</div></section>
-<details><summary>All flags</summary><div class="wide" tabindex="0">{settings}</div></details>
-</main>
-</body>
-</html>
-"""
+<div class="columns">
+{sections}</div>
+</main>"""
+SECTION = '<section><h2>{}</h2><div class="wide" tabindex="0">{}</div></section>\n'
+FOLDED = '<details><summary>{}</summary><div class="wide" tabindex="0">{}</div></details>\n'
 
 
 @contextmanager
@@ -86,15 +64,16 @@ def reported(run: Run, trainer: SequenceTrainer) -> Iterator[list[tuple[str, str
     It gives a list, to which the body appends what the run has shown: (name, text).
     """
     results: list[tuple[str, str]] = []
+    failed = ""
     try:
         yield results
     except BaseException as error:
-        if trainer.sequence.rank == 0:
-            failed = f"Failed in step {trainer.state.global_step + 1}: {reason(error)}"
-            _write(run, trainer, failed, is_complete=False, results=results)
+        failed = f"Failed in step {trainer.state.global_step + 1}: {reason(error)}"
         raise
-    if trainer.sequence.rank == 0:
-        _write(run, trainer, *_end(trainer), results=results)
+    finally:
+        if trainer.sequence.rank == 0:
+            ended, is_complete = (failed, False) if failed else _end(trainer)
+            _write(run, trainer, ended, is_complete, results=results)
 
 
 def _end(trainer: SequenceTrainer) -> tuple[str, bool]:
@@ -123,7 +102,7 @@ def _write(
         forecast=run.forecast,
         description=run.describe(),
         command=["longctx", run.flags.method.command, *run.flags.arguments],
-        given={name: run.settings[name] for name in run.flags.explicit | run.flags.filled},
+        given={name: run.settings[name] for name in run.flags.explicit},
         settings=run.settings,
         versions=_versions(trainer.sequence.device, run.dims.world_size),
         checkpoints=[str(path) for path in reversed(checkpoints(folder))],
@@ -142,14 +121,11 @@ def _write(
 def _versions(device: torch.device, world_size: int) -> dict[str, str]:
     found = {"Python": platform.python_version(), "longctx": longctx.__version__}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     if device.type == "cuda":
-        found |= {"CUDA": str(torch.version.cuda), "device": torch.cuda.get_device_name(device)}
-    else:
-        found["device"] = f"CPU, {platform.machine()}"
+        found["CUDA"] = str(torch.version.cuda)
+    found["device"] = torch.cuda.get_device_name(device) if "CUDA" in found else f"CPU, {platform.machine()}"
     return found | {"processes": str(world_size), "system": platform.platform()}
 
 
@@ -173,7 +149,7 @@ class RunReport:
     command: Sequence[str]
     """The run's own command line: a launcher's, or a shell's, may show what is nobody's business."""
     given: Mapping[str, Any]
-    """Flags that the user or the preset set."""
+    """Flags that the user set."""
     settings: Mapping[str, Any]
     """All flags."""
     versions: Mapping[str, str]
@@ -190,27 +166,29 @@ class RunReport:
 
     def html(self) -> str:
         """Return the page, without any secret."""
-        steps = [entry for entry in self.history if "loss" in entry]
-        packings = [entry["packing"] for entry in self.history if "packing" in entry]
-        page = PAGE.format(
-            style=resources.files("longctx.report").joinpath("page.css").read_text(encoding="utf-8"),
+        packing: Mapping[str, Any] = next((e["packing"] for e in reversed(self.history) if "packing" in e), {})
+        sections = (
+            (SECTION, "Run", table(line.partition(" ")[::2] for line in self.description)),
+            (SECTION, "Command", f'<pre tabindex="0">{words(without_secrets(self.command))}</pre>'),
+            (FOLDED, "Numbers", numbers_table(self.history)),
+            (FOLDED, "All flags", table(_flags(self.settings))),
+            (SECTION, "Flags that were set", table(_flags(self.given))),
+            (SECTION, "Packing", table((name.replace("_", " "), _value(of)) for name, of in packing.items())),
+            (SECTION, "Versions", table(self.versions.items())),
+            (SECTION, "Checkpoints", table((Path(path).name, path) for path in self.checkpoints)),
+        )
+        tiles = key_numbers(self.history, self.forecast)
+        body = BODY.format(
             name=escaped(self.name),
             state="done" if self.is_complete else "stopped",
             ended=escaped(self.ended),
             written=escaped(self.written),
-            tiles="".join(tile(*pair) for pair in key_numbers(self.history, steps, self.forecast)),
+            tiles="".join(f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>" for name, value in tiles),
             results="".join(f"<p><b>{escaped(name)}</b> {escaped(text)}</p>" for name, text in self.results),
-            charts="".join(all_charts(self.history, steps)),
-            numbers=numbers_table(self.history),
-            command=words(without_secrets(self.command)),
-            description=table(line.partition(" ")[::2] for line in self.description),
-            packing=table((name.replace("_", " "), _value(value)) for p in packings[-1:] for name, value in p.items()),
-            checkpoints=bullet_list(self.checkpoints),
-            given=table(_flags(self.given)),
-            settings=table(_flags(self.settings)),
-            versions=table(self.versions.items()),
+            charts=all_charts(self.history),
+            sections="".join(template.format(name, inner) for template, name, inner in sections),
         )
-        return _hide(page, _secrets(self.settings))
+        return _hide(document(f"{escaped(self.name)} – longctx run", body, ["page.css"]), self.settings)
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
@@ -228,15 +206,11 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
     return shown
 
 
-def _secrets(settings: Mapping[str, Any]) -> list[str]:
-    """Return the values that must not appear, the longest first."""
+def _hide(page: str, settings: Mapping[str, Any]) -> str:
+    """Return a page without the values of secret flags and variables, and without what looks like a token."""
     values = [settings.get(name) for name in SECRET_FLAGS]
     values += [value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name)]
-    return sorted({value for value in values if isinstance(value, str) and len(value) >= 8}, key=len, reverse=True)
-
-
-def _hide(page: str, secrets: Sequence[str]) -> str:
-    for secret in secrets:
+    for secret in sorted({v for v in values if isinstance(v, str) and len(v) >= 8}, key=len, reverse=True):
         page = page.replace(escape(secret), HIDDEN)
     return _LOOKS_SECRET.sub(HIDDEN, page)
 
@@ -248,9 +222,5 @@ def _flags(settings: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def _value(value: Any) -> str:
-    value = getattr(value, "value", value)
-    if isinstance(value, bool) or value is None:
-        return str(value)
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    written = {int: "{:,}", float: "{:.6g}"}.get(type(value), "{}")
+    return written.format(getattr(value, "value", value))

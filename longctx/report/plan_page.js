@@ -1,5 +1,5 @@
 "use strict";
-const plan = JSON.parse(document.getElementById("data").textContent);
+const page = JSON.parse(document.getElementById("data").textContent);
 const GIB = 2 ** 30;
 const LOOKS = {
   "parameters": ["--c0", 100], "unsharded parameters": ["--c0", 70], "gradients": ["--c0", 50],
@@ -16,42 +16,44 @@ const number = (value, digits = 0) =>
 const element = (tag, text, properties = {}) =>
   Object.assign(document.createElement(tag), { textContent: text }, properties);
 const total = (sizes) => Object.values(sizes).reduce((sum, size) => sum + size, 0);
-const chosen = { machine: plan.machines.length - 1, length: plan.lengths.indexOf(plan.length), name: null };
+const secondsOf = (one) => (one.fits ? number(one.seconds_per_step, one.seconds_per_step < 10 ? 2 : 1) : "–");
+const chosen = { plan: page.plans.length - 1, length: page.lengths.indexOf(page.length), name: null };
 
 function draw() {
-  const machine = plan.machines[chosen.machine], length = plan.lengths[chosen.length];
-  const options = machine.at[chosen.length], best = machine.fits[chosen.length] ? "recommended" : "nearest";
-  const picked = options.find((option) => option.name === chosen.name);
+  const plan = page.plans[chosen.plan], length = page.lengths[chosen.length], first = plan.recommended[chosen.length];
+  const known = plan.choices[length], machine = plan.machine;
+  const options = [...known.filter((one) => one.arrangement === first), ...known.filter((one) => one.arrangement !== first)];
+  const picked = options.find((option) => option.arrangement === chosen.name);
   if (!picked) chosen.name = null;
-  const option = picked || options[0], fits = option.level < 2;
+  const option = picked || options[0], fits = option.fits;
   byId("length-shown").textContent = `${number(length)} tokens`;
   byId("arrangement").replaceChildren(
-    element("option", `${best}: ${options[0].name}`, { value: "" }),
-    ...options.map((one) => element("option", one.name, { value: one.name })),
+    element("option", `${first ? "recommended" : "nearest"}: ${options[0].arrangement}`, { value: "" }),
+    ...options.map((one) => element("option", one.arrangement, { value: one.arrangement })),
   );
   byId("arrangement").value = chosen.name ?? "";
-  byId("warning").textContent = plan.warnings[chosen.length];
-  drawTiles(option, machine.longest[option.name], fits);
+  byId("warning").textContent = page.warnings[chosen.length];
+  drawTiles(option, plan.arrangements[option.arrangement].longest);
   byId("bars").replaceChildren(...[
-    ["A device", option.device, plan.device_bytes, option.peaks[0]],
-    ["Host, a node", option.host, plan.host_bytes, option.peaks[1]],
+    ["A device", option.device_bytes, machine.device_bytes, option.device_peak],
+    ["Host, a node", option.host_bytes, machine.host_bytes, option.host_peak],
   ].filter(([, sizes]) => total(sizes) > 0).map((row) => bar(...row)));
-  const command = `${machine.launcher} ${plan.run_flags[chosen.length]} ${option.flags}`;
-  const words = fits ? command.split(" ") : [`${option.name} does not fit ${number(length)} tokens.`];
+  const command = `${plan.launcher} ${page.run_flags[chosen.length]} ${option.flags}`;
+  const words = fits ? command.split(" ") : [`${option.arrangement} does not fit ${number(length)} tokens.`];
   byId("command").replaceChildren(...words.flatMap((word) => [element("span", word), " "]));
   byId("copy").hidden = !fits;
-  byId("nodes").hidden = !fits || !machine.launcher.includes("RANK");
-  drawChoices(machine, options, option);
+  byId("nodes").hidden = !fits || !plan.launcher.includes("RANK");
+  drawChoices(plan, options, option);
 }
 
-function drawTiles(option, longest, fits) {
+function drawTiles(option, longest) {
   const tiles = [
-    ["tokens/s a device", fits ? number(option.speed) : "does not fit"],
-    ["seconds a step", fits ? number(option.seconds, option.seconds < 10 ? 2 : 1) : "–"],
-    ["sequences a step", number(option.sequences)],
+    ["tokens/s a device", option.fits ? number(option.tokens_per_second_per_device) : "does not fit"],
+    ["seconds a step", secondsOf(option)],
+    ["sequences a step", number(option.sequences_per_step)],
     ["memory used", `${number(100 * option.used)}%`],
     ["longest that fits", longest ? number(longest) : "–"],
-    ["a checkpoint", `${number(option.checkpoint / GIB, 1)} GiB`],
+    ["a checkpoint", `${number(option.disk_bytes.checkpoint / GIB, 1)} GiB`],
   ];
   byId("tiles").replaceChildren(...tiles.map(([name, value]) => {
     const tile = document.createElement("div");
@@ -90,29 +92,29 @@ function bar(name, sizes, limit, peak) {
   return figure;
 }
 
-function drawChoices(machine, options, shown) {
+function drawChoices(plan, options, shown) {
   byId("choices").replaceChildren(...options.map((one) => {
-    const row = document.createElement("tr"), fits = one.level < 2, longest = machine.longest[one.name];
-    const choose = () => { chosen.name = one.name; draw(); };
-    row.append(element("th", one.name, { scope: "row" }));
+    const row = document.createElement("tr"), longest = plan.arrangements[one.arrangement].longest;
+    const choose = () => { chosen.name = one.arrangement; draw(); };
+    row.append(element("th", one.arrangement, { scope: "row" }));
     for (const text of [
-      fits ? number(one.speed) : "–", fits ? number(one.seconds, one.seconds < 10 ? 2 : 1) : "–",
-      number(total(one.device) / GIB, 1), number(total(one.host) / GIB, 1), longest ? number(longest) : "–",
+      one.fits ? number(one.tokens_per_second_per_device) : "–", secondsOf(one),
+      number(total(one.device_bytes) / GIB, 1), number(total(one.host_bytes) / GIB, 1), longest ? number(longest) : "–",
     ]) row.append(element("td", text));
     row.tabIndex = 0;
-    row.className = one.level ? "dim" : "";
-    row.setAttribute("aria-selected", String(one.name === shown.name));
+    row.className = one.used > 1 - page.free_part ? "dim" : "";
+    row.setAttribute("aria-selected", String(one.arrangement === shown.arrangement));
     row.addEventListener("click", choose);
     row.addEventListener("keydown", (event) => { if (event.key === "Enter") choose(); });
     return row;
   }));
 }
 
-byId("devices").append(...plan.machines.map((machine, at) => element("option", `${machine.gpus} × ${plan.device}`, { value: at })));
-byId("devices").value = chosen.machine;
-byId("length").max = plan.lengths.length - 1;
+byId("devices").append(...page.plans.map(({ machine }, at) => element("option", `${machine.gpus} × ${machine.device}`, { value: at })));
+byId("devices").value = chosen.plan;
+byId("length").max = page.lengths.length - 1;
 byId("length").value = chosen.length;
-byId("devices").addEventListener("change", (event) => { chosen.machine = Number(event.target.value); draw(); });
+byId("devices").addEventListener("change", (event) => { chosen.plan = Number(event.target.value); draw(); });
 byId("length").addEventListener("input", (event) => { chosen.length = Number(event.target.value); draw(); });
 byId("arrangement").addEventListener("change", (event) => { chosen.name = event.target.value || null; draw(); });
 byId("copy").addEventListener("click", () => navigator.clipboard?.writeText(byId("command").textContent.trim()));

@@ -1,42 +1,26 @@
-"""`plan.html`: a page on which people choose devices, a length and an arrangement. It fetches nothing.
+"""A plan as JSON, and as `plan.html`: a page on which people choose devices, a length and an arrangement.
 
-The page holds every arrangement on several numbers of devices at many lengths, as forecast here; its script only shows
-them.
+The page fetches nothing. It holds the plans for several numbers of devices at many lengths; its script only shows them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from longctx.forecast.cost import FREE_PART, GIB
 from longctx.forecast.search import Choice
 from longctx.report.plan_text import Plan, flags_of, name_of
-from longctx.report.svg import escaped
+from longctx.report.svg import asset, document, escaped
 
 MOST_LENGTHS = 8
 """Powers of two to choose from, up to the longest sequence that fits, besides the lengths of the plan."""
 MOST_MACHINES = 4
 
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
-<link rel="icon" href="data:,">
-<title>{title} – longctx plan</title>
-<style>
-{style}</style>
-</head>
-<body>
-<header><h1>{title}</h1><p class="when">{about}</p></header>
+BODY = """<header><h1>{title}</h1><p class="when">{about}</p></header>
 <main>
 <form class="controls">
 <label>Devices <select id="devices"></select></label>
@@ -60,43 +44,85 @@ its memory and its command.</p>
 </main>
 <script type="application/json" id="data">{data}</script>
 <script>
-{script}</script>
-</body>
-</html>
-"""
+{script}</script>"""
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan as JSON values."""
+    machine, best = plan.machine, plan.best(plan.length)
+    memory = {"device_bytes": machine.device_bytes, "host_bytes": machine.host_bytes}
+    return {
+        "predicted": True,
+        "method": plan.settings.method.command,
+        "model": plan.settings["model_name_or_path"],
+        "machine": {"gpus": plan.gpus, "gpus_per_node": machine.per_node, "device": machine.device, **memory},
+        "kernel": machine.kernel,
+        "documents": None if plan.documents_file is None else str(plan.documents_file),
+        "lengths": [*plan.choices],
+        "arrangements": {
+            name: {
+                **{degree: getattr(run.dims, degree) for degree in ("sp", "ring", "ulysses", "dp")},
+                "engine": run.engine,
+                "longest_plain": plain and plain.length,
+                "longest": farthest.length,
+                "binds": farthest.binds,
+            }
+            for name, run in plan.runs.items()
+            for plain, farthest in [plan.reaches[name]]
+        },
+        "choices": {str(n): [_choice_as_json(one) for one in of] for n, of in plan.choices.items()},
+        "recommendation": None
+        if best is None
+        else {**_choice_as_json(best), "length": plan.length, "command": plan.command(best, plan.length)},
+    }
+
+
+def _choice_as_json(choice: Choice) -> dict[str, Any]:
+    """Return a choice with its cost as JSON values."""
+    of = choice.cost
+    return {
+        "arrangement": name_of(choice.shape),
+        "flags": flags_of(choice),
+        "fits": of.fits,
+        "used": round(of.used, 4),
+        "tokens_per_second_per_device": round(of.speed, 1) if of.fits else None,
+        "sequences_per_step": of.tokens // of.length,
+        "seconds_per_step": of.step_seconds,
+        "seconds": dict(of.seconds),
+        "device_bytes": dict(of.device),
+        "device_peak": of.moment,
+        "host_bytes": dict(of.host),
+        "host_peak": of.host_moment,
+        "disk_bytes": dict(of.disk),
+    }
 
 
 def page_of(plan: Plan) -> str:
     """Return the page of a plan, which also holds fewer devices and more lengths."""
-    assets, machine = resources.files("longctx.report"), plan.machine
+    machine, longest = plan.machine, max(farthest.length for _, farthest in plan.reaches.values()).bit_length()
+    lengths = sorted({*plan.choices, *(1 << max(1, longest - n) for n in range(1, MOST_LENGTHS + 1))})
     about = (
         f"{machine.device}{'' if machine.is_cpu else f', {machine.device_bytes / GIB:.0f} GiB each'}, "
         f"{machine.per_node} a node with {machine.host_bytes / GIB:,.0f} GiB of host memory. "
         "Every number is predicted; none is measured."
     )
-    return PAGE.format(
-        title=escaped(Path(plan.settings["model_name_or_path"]).name),
-        about=escaped(about),
-        free=FREE_PART,
-        style="".join(assets.joinpath(name).read_text("utf-8") for name in ("page.css", "plan_page.css")),
-        script=assets.joinpath("plan_page.js").read_text("utf-8"),
-        data=json.dumps(_data(plan), separators=(",", ":")).replace("<", "\\u003c"),
-    )
-
-
-def _data(plan: Plan) -> dict[str, Any]:
-    longest = max(farthest.length for _, farthest in plan.reaches.values()).bit_length()
-    lengths = sorted({*plan.choices, *(1 << max(1, longest - n) for n in range(1, MOST_LENGTHS + 1))})
-    return {
-        "device": plan.machine.device,
-        "device_bytes": plan.machine.device_bytes,
-        "host_bytes": plan.machine.host_bytes,
-        "lengths": lengths,
+    data = {
+        "free_part": FREE_PART,
         "length": plan.length,
+        "lengths": lengths,
         "run_flags": [plan.run_flags(length) for length in lengths],
         "warnings": [plan.about_context(length) for length in lengths],
-        "machines": [_on_devices(plan, gpus, lengths) for gpus in sorted(_numbers_of_devices(plan))],
+        "plans": [_on_devices(plan, gpus, lengths) for gpus in sorted(_numbers_of_devices(plan))],
     }
+    title = escaped(Path(plan.settings["model_name_or_path"]).name)
+    body = BODY.format(
+        title=title,
+        about=escaped(about),
+        free=FREE_PART,
+        script=asset("plan_page.js"),
+        data=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+    )
+    return document(f"{title} – longctx plan", body, ["page.css", "plan_page.css"], csp="script-src 'unsafe-inline'; ")
 
 
 def _numbers_of_devices(plan: Plan) -> Iterator[int]:
@@ -110,40 +136,12 @@ def _numbers_of_devices(plan: Plan) -> Iterator[int]:
 
 
 def _on_devices(plan: Plan, gpus: int, lengths: list[int]) -> dict[str, Any]:
+    """Return the plan for some of the devices at these lengths, with the recommended arrangement of each, if any."""
     machine = replace(plan.machine, per_node=min(gpus, plan.machine.per_node))
-    documents, done = plan.documents, plan.choices if gpus == plan.gpus else {}
-    on = Plan.of(plan.settings, machine, gpus, lengths=lengths, documents=documents, known=done)
+    on = replace(plan, machine=machine, gpus=gpus, lengths=lengths)
     best = [on.best(length) for length in lengths]
     return {
-        "gpus": gpus,
+        **as_json(on),
         "launcher": on.launcher,
-        "longest": {name: far.length for name, (_, far) in on.reaches.items()},
-        "fits": [one is not None for one in best],
-        "at": [_ranked(on.choices[length], first) for length, first in zip(lengths, best, strict=True)],
-    }
-
-
-def _ranked(choices: Sequence[Choice], first: Choice | None) -> list[dict[str, Any]]:
-    """Return what is shown: the recommended choice, others by speed, and what does not fit by its memory."""
-
-    def rank(one: Choice) -> tuple[bool, int, float]:
-        return one is not first, one.level, one.cost.used if one.level == 2 else -one.speed
-
-    return [_shown(one) for one in sorted(choices, key=rank)]
-
-
-def _shown(choice: Choice) -> dict[str, Any]:
-    of = choice.cost
-    return {
-        "name": name_of(choice),
-        "flags": flags_of(choice),
-        "level": of.level,
-        "sequences": of.tokens // of.length,
-        "seconds": round(of.step_seconds, 4),
-        "speed": round(of.speed, 1),
-        "used": round(of.used, 4),
-        "checkpoint": of.disk["checkpoint"],
-        "peaks": [of.moment, of.host_moment],
-        "device": {name: round(size) for name, size in of.device.items()},
-        "host": {name: round(size) for name, size in of.host.items()},
+        "recommended": [one and name_of(one.shape) for one in best],
     }

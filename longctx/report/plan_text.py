@@ -7,9 +7,8 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from longctx.forecast.cost import FREE_PART, GIB, Reach, cost, reach
@@ -29,16 +28,24 @@ from longctx.settings.values import Settings
 WIDTH = 120
 """Width of printed lines."""
 
-FARTHEST: Sequence[tuple[str, Mapping[str, Any]]] = (
+DATA = "DATA"
+"""What a command has in the place of a data set that is not given."""
+
+FAR: Sequence[tuple[str, Mapping[str, Any]]] = (
+    ("balanced", {}),
     ("longest", {}),
     ("balanced", {"sequence_chunk_size": CHUNK_TOKENS, "selective": False}),
     ("balanced", {"activation_offloading": True, "selective": False}),
 )
-"""Options with which sequences are longest, in one shape or another: the second leave the host to activations, and the
-third are for shapes that refuse the others, such as those with 4-bit weights."""
+"""Plain memory options, and those with which sequences are longest, in one shape or another: the third leave the host
+to activations, and the fourth are for shapes that refuse the others, such as those with 4-bit weights."""
 
-SMALLER: Sequence[Mapping[str, Any]] = ({"use_peft": True}, {"use_peft": True, "load_in_4bit": True})
-"""Flags that make a run smaller, the smallest change first."""
+SMALLER: Sequence[tuple[Mapping[str, Any], int]] = (
+    ({"use_peft": True}, 1),
+    ({"use_peft": True, "load_in_4bit": True}, 1),
+    *(({}, times) for times in (2, 4, 8, 16, 32)),
+)
+"""Changes with which more fits, the smallest first: flags, and how many times the devices."""
 
 PAGE = "Every arrangement and length on a page: longctx plan … --html plan.html"
 MOST_ADVICE = 4
@@ -47,81 +54,76 @@ WORTH_NAMING = 1.1
 """How many times faster another kernel has to be to be advised."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """What `longctx plan` prints and draws."""
+    """What `longctx plan` prints and draws. Flags that no run can have raise a ValueError once it is looked at."""
 
-    settings: Settings
+    asked: Settings
+    """Flags of the run. --max_length is the length to recommend a command for."""
     machine: Machine
     gpus: int
-    runs: Mapping[str, Run]
-    """By the name of their arrangement."""
-    length: int
-    """The length that a command is recommended for."""
+    """Devices of all nodes."""
+    lengths: Sequence[int]
     documents: RowLengths
-    documents_file: Path | None
-    choices: Mapping[int, Sequence[Choice]]
-    """By length: the best memory options of every arrangement, the best of all first."""
-    reaches: Mapping[str, tuple[Reach | None, Reach]]
-    """By arrangement: the longest sequences with plain memory options, where they are supported, and with any."""
+    documents_file: Path | None = None
 
-    @classmethod
-    def of(
-        cls,
-        settings: Settings,
-        machine: Machine,
-        gpus: int,
-        *,
-        lengths: Sequence[int],
-        documents: RowLengths,
-        documents_file: Path | None = None,
-        known: Mapping[int, Sequence[Choice]] = MappingProxyType({}),
-    ) -> Plan:
-        """Return the plan of a run.
+    @cached_property
+    def settings(self) -> Settings:
+        """The flags of a run of any length."""
+        path = Path(self.asked["model_name_or_path"])
+        values: dict[str, Any] = {"max_length": None}
+        if path.name == "config.json":
+            values["model_name_or_path"] = str(path.parent)
+        if not (self.asked["dataset_name"] or self.asked["datasets"]):
+            values["dataset_name"] = DATA
+        return self.asked.with_("command", **values)
 
-        Args:
-            settings: flags of the run. --max_length is the length to recommend for; None means the longest of `lengths`
-                that fits, or a power of two if none does.
-            gpus: devices of all nodes.
-            documents: lengths of the documents of a row.
-            known: choices at some of the lengths, which are not searched again.
+    @cached_property
+    def runs(self) -> Mapping[str, Run]:
+        """By the name of their arrangement."""
+        return {name_of(run.shape): run for run in spreads(self.settings, self.machine, self.gpus)}
 
-        Raises:
-            ValueError: for flags that no run can have.
-        """
-        asked = settings["max_length"] if settings.is_set("max_length") else None
-        path = Path(settings["model_name_or_path"])
-        model = str(path.parent) if path.name == "config.json" else settings["model_name_or_path"]
-        values = settings.with_("command", model_name_or_path=model, max_length=None)
-        if not (settings["dataset_name"] or settings["datasets"]):
-            values = values.with_("command", dataset_name="DATA")
-        runs = {_name(run.shape): run for run in spreads(values, machine, gpus)}
-        far = {name: _farthest(run, machine) for name, run in runs.items()}
-        most = max(far.values()).length
-        length = asked or max((n for n in lengths if n <= most), default=1 << max(most.bit_length() - 1, 10))
-        plan = cls(
-            settings=values,
-            machine=machine,
-            gpus=gpus,
-            runs=runs,
-            length=length,
-            documents=documents,
-            documents_file=documents_file,
-            choices={},
-            reaches={},
-        )
-        choices = {n: known.get(n) or plan.at(n) for n in sorted({*lengths, length})}
-        for one in (one for n in reversed(choices) for one in choices[n] if one.cost.fits):
-            if far[name := name_of(one)].length < one.cost.length:  # options of the search that reach farther
-                far[name] = reach(one.shape, machine)
-        reaches = {name: (_plain(run, machine), far[name]) for name, run in runs.items()}
-        return replace(plan, choices=choices, reaches=reaches)
+    @cached_property
+    def _far(self) -> Mapping[str, list[Reach | None]]:
+        """By arrangement: the longest sequences with each of FAR; None where it is refused."""
+        return {name: [self._reach(run, *options) for options in FAR] for name, run in self.runs.items()}
+
+    def _reach(self, run: Run, memory: str, options: Mapping[str, Any]) -> Reach | None:
+        with suppress(ValueError):
+            options = {**options, **run.asked_memory_options}
+            return reach(with_options(self._shape(run), memory, options, 2**30), self.machine)
+        return None
+
+    def _shape(self, run: Run) -> RunShape:
+        return replace(run.shape, flash3=self.machine.kernel == "flash-attn 3")
+
+    @cached_property
+    def length(self) -> int:
+        """The length to recommend for: the one asked for, or the longest of `lengths` that fits, or a power of two."""
+        if self.asked.is_set("max_length"):
+            return self.asked["max_length"]
+        most = max((of.length for far in self._far.values() for of in far if of), default=0)
+        return max((n for n in self.lengths if n <= most), default=1 << max(most.bit_length() - 1, 10))
+
+    @cached_property
+    def choices(self) -> dict[int, list[Choice]]:
+        """By length: the best memory options of every arrangement, the best of all first."""
+        return {length: self.at(length) for length in sorted({*self.lengths, self.length})}
+
+    @cached_property
+    def reaches(self) -> Mapping[str, tuple[Reach | None, Reach]]:
+        """By arrangement: the longest sequences with plain memory options, where they are supported, and with any."""
+        far = {name: max(filter(None, of), default=Reach(0, "device")) for name, of in self._far.items()}
+        for one in (one for length in reversed(self.choices) for one in self.choices[length] if one.cost.fits):
+            if far[name := name_of(one.shape)].length < one.cost.length:  # the search reaches farther
+                far[name] = reach(one.shape, self.machine)
+        return {name: (of[0], far[name]) for name, of in self._far.items()}
 
     def at(self, length: int) -> list[Choice]:
         """Return the best memory options of every arrangement for rows of `length` tokens, the best of all first."""
         first = next(iter(self.runs.values()))
         return search(
-            [_shape(run, self.machine) for run in self.runs.values()],
+            [self._shape(run) for run in self.runs.values()],
             self.machine,
             length,
             self.documents(length),
@@ -130,7 +132,6 @@ class Plan:
             counts_experts=first.counts_experts,
         )
 
-    @cache  # noqa: B019 (a plan lives as long as the command)
     def best(self, length: int, besides: int | None = None) -> Choice | None:
         """Return the best choice that fits and that training does not refuse; None if there is none.
 
@@ -138,15 +139,13 @@ class Plan:
             length: of a row, one of `choices`.
             besides: a degree of sp that does not count.
         """
-        fitting = (one for one in self.choices[length] if one.cost.fits and one.shape.sp != besides)
-        return next(filter(self._resolves, fitting), None)
-
-    def _resolves(self, choice: Choice) -> bool:
-        """Whether training takes the flags of a choice."""
-        with suppress(ValueError):
-            settings, _, resolved = self._described
-            return bool(resolved(settings.with_("auto", **_values_of(choice))))
-        return False
+        settings, _, resolved = self._described
+        for one in self.choices[length]:
+            if one.cost.fits and one.shape.sp != besides:
+                with suppress(ValueError):
+                    resolved(settings.with_("auto", **_values_of(one)))
+                    return one
+        return None
 
     @cached_property
     def _described(self) -> Any:
@@ -160,8 +159,7 @@ class Plan:
     def launcher(self) -> str:
         """What starts the processes."""
         if self.machine.is_cpu:
-            name = self.settings.method.module.rpartition(".")[2]
-            return f"longctx {name} --use_cpu True --num_processes {self.gpus}"
+            return f"longctx {self.settings.method.command} --use_cpu True --num_processes {self.gpus}"
         words = ["accelerate", "launch", *(["--multi_gpu"] if self.gpus > 1 else []), "--num_processes", str(self.gpus)]
         if self.gpus > self.machine.per_node:
             words += ["--num_machines", str(self.gpus // self.machine.per_node), "--machine_rank", "RANK"]
@@ -169,15 +167,17 @@ class Plan:
         return shlex.join([*words, "-m", self.settings.method.module])
 
     def run_flags(self, length: int) -> str:
-        """Return the flags that do not depend on the arrangement."""
+        """Return the flags that do not depend on the arrangement: those that were given, besides what is planned."""
         scaling = self.scaling(length)
-        ours = {"max_length", "sp", "sp_backend", "ring_size", "memory", "model_name_or_path", "learned", "no_learned"}
-        ours |= {"rope_scaling"} if scaling else set()
-        ours |= {"use_cpu", "num_processes"} if self.machine.is_cpu else set()
-        words = ["--model_name_or_path", self.settings["model_name_or_path"]]
-        words += _without(self.settings.arguments, ours)
-        if self.settings["dataset_name"] == "DATA":
-            words += ["--dataset_name", "DATA"]
+        planned = {"max_length", "sp", "sp_backend", "ring_size", "memory", "model_name_or_path"}
+        planned |= {"learned", "no_learned", *(["rope_scaling"] if scaling else [])}
+        planned |= {"use_cpu", "num_processes"} if self.machine.is_cpu else set()
+        words, is_planned = ["--model_name_or_path", self.settings["model_name_or_path"]], False
+        for word in self.settings.arguments:
+            if word.startswith("--"):
+                is_planned = word[2:].partition("=")[0].replace("-", "_") in planned
+            words += [] if is_planned else [word]
+        words += ["--dataset_name", DATA] if self.settings["dataset_name"] == DATA else []
         words += ["--max_length", str(length), *(["--rope_scaling", scaling] if scaling else [])]
         return shlex.join([*words, *([] if self.settings.is_set("output_dir") else ["--output_dir", "OUT"])])
 
@@ -204,16 +204,8 @@ class Plan:
             return f"{text}, and no --rope_scaling is known for it: {error}"
 
 
-def _shape(run: Run, machine: Machine) -> RunShape:
-    return replace(run.shape, flash3=machine.kernel == "flash-attn 3")
-
-
-def name_of(choice: Choice) -> str:
-    """Return the name of a choice's arrangement, by which a plan knows its run."""
-    return _name(choice.shape)
-
-
-def _name(shape: RunShape) -> str:
+def name_of(shape: RunShape) -> str:
+    """Return the name of a shape's arrangement, by which a plan knows its run."""
     on = " on DeepSpeed" if shape.world_size == 1 and shape.zero_stage else ""
     return f"{shape.arrangement if shape.sp > 1 else 'sp 1'}{on}"
 
@@ -234,34 +226,6 @@ def _values_of(choice: Choice) -> dict[str, Any]:
     if shape.world_size == 1 and shape.zero_stage:
         flags["engine"] = "deepspeed"
     return flags | choice.memory_flags
-
-
-def _without(arguments: Sequence[str], names: set[str]) -> list[str]:
-    """Return a command line without these flags and their values."""
-    kept, drops = [], False
-    for word in arguments:
-        if word.startswith("--"):
-            drops = word[2:].partition("=")[0].replace("-", "_") in names
-        if not drops:
-            kept.append(word)
-    return kept
-
-
-def _plain(run: Run, machine: Machine) -> Reach | None:
-    """Return the longest sequences with plain memory options; None if the run refuses them."""
-    with suppress(ValueError):
-        return reach(with_options(_shape(run, machine), "balanced", run.asked_memory_options, CHUNK_TOKENS), machine)
-    return None
-
-
-def _farthest(run: Run, machine: Machine) -> Reach:
-    """Return the longest sequences with plain memory options, or those of FARTHEST that reach farthest."""
-    found = [_plain(run, machine) or Reach(0, "device")]
-    for memory, options in FARTHEST:
-        with suppress(ValueError):
-            far = with_options(_shape(run, machine), memory, {**options, **run.asked_memory_options}, 2**30)
-            found.append(reach(far, machine))
-    return max(found)
 
 
 # As text
@@ -307,7 +271,7 @@ def _recommended(plan: Plan, best: Choice) -> Iterator[str]:
     parts = ", ".join(f"{name} {_seconds(s)}" for name, s in _by_size(of.seconds) if s >= 0.01 * of.step_seconds)
     sequences = of.tokens // of.length
     lines = [
-        f"Recommended for {plan.length:,} tokens: {name_of(best)}{engine}, the simplest of those within 2% of the "
+        f"Recommended for {plan.length:,} tokens: {name_of(shape)}{engine}, the simplest of those within 2% of the "
         f"fastest that {free}.",
         f"- Speed: {of.speed:,.0f} tokens/s a device; a step of {sequences} sequence{'s' * (sequences > 1)} takes "
         f"{_seconds(of.step_seconds)} s ({parts}).",
@@ -340,27 +304,25 @@ def _nothing_fits(plan: Plan) -> Iterator[str]:
     of = nearest.cost
     largest = ", ".join(f"{name} {_size(size)}" for name, size in _by_size(getattr(of, of.binds))[:3])
     yield (
-        f"Nothing fits {plan.length:,} tokens. The nearest, {nearest.label}, needs {of.used:.0%} of the {of.binds}'s "
-        f"memory ({largest})."
+        f"Nothing fits {plan.length:,} tokens. The nearest, {name_of(nearest.shape)} with {flags_of(nearest)}, needs "
+        f"{of.used:.0%} of the {of.binds}'s memory ({largest})."
     )
     name, (_, far) = max(plan.reaches.items(), key=lambda item: item[1][1].length)
-    yield _smallest_change(plan) + (
-        f" Without it, at most {far.length:,} tokens fit, with {name}." if far.length else ""
-    )
+    at_most = f" Without it, at most {far.length:,} tokens fit, with {name}." if far.length else ""
+    yield f"{_smallest_change(plan)}{at_most}"
 
 
 def _smallest_change(plan: Plan) -> str:
     """Return the smallest change with which sequences of this length fit."""
-    smaller = [{k: v for k, v in flags.items() if not plan.settings[k]} for flags in SMALLER]
-    changes: list[tuple[Mapping[str, Any], int]] = [(flags, plan.gpus) for flags in smaller if flags]
-    changes += [({}, times * plan.gpus) for times in (2, 4, 8, 16, 32)]
-    for flags, gpus in changes:
+    for flags, times in SMALLER:
+        new, gpus = {name: value for name, value in flags.items() if not plan.settings[name]}, times * plan.gpus
+        if not new and times == 1:
+            continue
         with suppress(ValueError):
-            settings = plan.settings.with_("command", **flags)
-            runs = {_name(run.shape): run for run in spreads(settings, plan.machine, gpus)}
-            if any(one.cost.fits for one in replace(plan, settings=settings, gpus=gpus, runs=runs).at(plan.length)):
+            other = replace(plan, asked=plan.asked.with_("command", **new), gpus=gpus)
+            if any(one.cost.fits for one in other.at(plan.length)):
                 many = f"--gpus {gpus} --gpus_per_node {plan.machine.per_node}"
-                change = " ".join(f"--{name} {value}" for name, value in flags.items()) or many
+                change = " ".join(f"--{name} {value}" for name, value in new.items()) or many
                 return f"The smallest change that fits: {change}."
     return "Neither an adapter nor 32 times the devices make it fit."
 
@@ -369,33 +331,30 @@ def _table(plan: Plan) -> str:
     """Return a table with the reach and the speeds of every arrangement, indented as Markdown's verbatim text."""
     rows = [["arrangement", "sp", "dp", "balanced", "any options", *(f"at {n:,}" for n in plan.choices)]]
     for name, run in plan.runs.items():
-        plain, farthest = plan.reaches[name]
-        speeds = [_speed(next((one for one in of if name_of(one) == name), None)) for of in plan.choices.values()]
-        reaches = [f"{n:,}" if n else "–" for n in (plain.length if plain else 0, farthest.length)]
+        reaches = [f"{of.length:,}" if of and of.length else "–" for of in plan.reaches[name]]
+        speeds = [next((_speed(one) for one in of if name_of(one.shape) == name), "–") for of in plan.choices.values()]
         rows.append([name, str(run.dims.sp), str(run.dims.dp), *reaches, *speeds])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    first, *others = widths
-    lines = ("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows)
-    return "\n".join(f"    {line}" for line in lines)
+    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(["    " + row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in rows)
 
 
-def _speed(choice: Choice | None) -> str:
+def _speed(choice: Choice) -> str:
     """Return tokens a second and device; the memory that is full where they do not fit."""
-    if choice is None or not choice.cost.fits:
-        return "host full" if choice is not None and choice.cost.binds == "host" else "–"
-    return f"{choice.cost.speed:,.0f}"
+    if choice.cost.fits:
+        return f"{choice.speed:,.0f}"
+    return "host full" if choice.cost.binds == "host" else "–"
 
 
 def _advice(plan: Plan, best: Choice | None) -> list[str]:
     """Return at most MOST_ADVICE lines."""
-    lines = [plan.about_context(plan.length)] if best is not None else []
-    if best is not None:
-        if best.shape.world_size > plan.machine.per_node:
-            lines.append("Run the command on every node, with RANK 0 on the first, and HOST that node's address.")
-        second = plan.best(plan.length, besides=best.shape.sp)
-        if second is not None:
-            lines.append(f"Next best: {second.speed:,.0f} tokens/s a device with {flags_of(second)}")
-        lines += [_other_engine(plan, best), _faster_kernel(plan, best)]
+    if best is None:
+        return []
+    lines = [plan.about_context(plan.length)]
+    if best.shape.world_size > plan.machine.per_node:
+        lines.append("Run the command on every node, with RANK 0 on the first, and HOST that node's address.")
+    if (second := plan.best(plan.length, besides=best.shape.sp)) is not None:
+        lines.append(f"Next best: {second.speed:,.0f} tokens/s a device with {flags_of(second)}")
+    lines += [_other_engine(plan, best), _faster_kernel(plan, best)]
     return [line for line in lines if line][:MOST_ADVICE]
 
 
@@ -418,12 +377,12 @@ def _faster_kernel(plan: Plan, best: Choice) -> str:
     row = TABLE.row(machine.device)
     if row is None or not machine.kernel:  # measured, whatever the kernel
         return ""
-    found = []
+    speeds = {}
     for kernel in TABLE.kernels(row).keys() - {machine.with_documents(documents).kernel}:
         other = Machine.of(machine.device, machine.per_node, kernel, host_bytes=machine.host_bytes)
-        of = cost(best.shape, replace(other, device_bytes=machine.device_bytes), plan.length, documents)
-        found.append((of.speed, kernel))
-    speed, kernel = max(found, default=(0.0, ""))
+        other = replace(other, device_bytes=machine.device_bytes)
+        speeds[kernel] = cost(best.shape, other, plan.length, documents).speed
+    kernel, speed = max(speeds.items(), key=lambda item: item[::-1], default=("", 0.0))
     if speed <= WORTH_NAMING * best.speed:
         return ""
     return f"With {kernel} installed: {speed:,.0f} tokens/s a device; --kernel {shlex.quote(kernel)} plans with it."

@@ -63,7 +63,7 @@ class Machine(NamedTuple):
 def plan(folder: str, machine: Machine, lengths: Sequence[int], fill: str, flags: Sequence[str]) -> dict[str, Any]:
     """Plan as `longctx plan` does, for a model in a folder."""
     settings = parse_flags(["--model_name_or_path", folder, *flags])
-    found = Plan.of(settings, machine.node, machine.gpus, lengths=lengths, documents=FILLS[fill])
+    found = Plan(settings, machine.node, machine.gpus, lengths=lengths, documents=FILLS[fill])
     reaches = {
         name: {"plain": plain and plain.length, "tokens": farthest.length, "full": farthest.binds}
         for name, (plain, farthest) in found.reaches.items()
