@@ -73,7 +73,7 @@ class PairedDataset(PackedDataset):
             row["position_ids"] = np.arange(lengths.sum()) - np.repeat(first, lengths)
         return row
 
-    def _pieces(self, pieces: slice) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.int64]]:
+    def _pieces(self, pieces: slice) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         pairs = self.packing.indices[pieces].astype(np.int64)
         rows = pairs if self._rows is None else self._rows[pairs].astype(np.int64)
         starts, lengths = np.zeros((len(pairs), 2), dtype=np.int64), self.kept[pairs]
