@@ -195,6 +195,19 @@ def token_columns(table: pa.Table, names: list[str] | None = None) -> dict[str, 
     return {name: TokenColumn(name, table.column(name)) for name in names}
 
 
+def documents_of(table: pa.Table) -> Iterator[dict[str, NDArray[Any]]]:
+    """The documents of a table, [tokens] of each column, as views; and `turn_ends` [turns] if they have them.
+
+    Raises:
+        DataError: as `token_columns`.
+    """
+    columns = token_columns(table)
+    if TURN_ENDS in table.column_names:
+        columns |= token_columns(table, [TURN_ENDS])
+    rows = zip(*(column.rows() for column in columns.values()), strict=True)
+    return (dict(zip(columns, values, strict=True)) for values in rows)
+
+
 def document_lengths(source: Any, columns: list[str] | None = None) -> NDArray[np.int64]:
     """Return the tokens of each document, int64 [n_documents], read from the Arrow offsets alone.
 

@@ -89,10 +89,11 @@ class PackedDataset:
             [documents], the length of each in the row; `position_ids` int64 [S], from 0 in each document, so
             that the documents stay known where a trainer passes on only the model's own arguments.
         """
-        rows, starts, lengths = self._pieces(self._pieces_of_pack(self._checked(index)))
+        offsets, index = self.packing.offsets, self._checked(index)
+        rows, starts, lengths = self._pieces(slice(offsets[index], offsets[index + 1]))
         row = {name: column.read(rows, starts, lengths) for name, column in self._columns.items()}
         row[INPUT_IDS] = row[INPUT_IDS].astype(np.int64, copy=False)
-        return row | {"seq_lengths": lengths, "position_ids": _positions(lengths)}
+        return row | {"seq_lengths": lengths, "position_ids": positions(lengths)}
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, NDArray[Any]]]:
         """Return several packs. torch's DataLoader calls this."""
@@ -115,9 +116,6 @@ class PackedDataset:
         totals = np.zeros(len(self._lengths()), dtype=np.int64)
         np.add.at(totals, documents, counts)
         return totals
-
-    def _pieces_of_pack(self, index: int) -> slice:
-        return slice(self.packing.offsets[index], self.packing.offsets[index + 1])
 
     def _pieces(self, pieces: slice) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return (rows of the table, first tokens, lengths) of pieces of the plan, int64 [pieces]."""
@@ -256,7 +254,7 @@ def _check_plan(packing: Packing, lengths: NDArray[np.int64]) -> None:
         raise ValueError(f"the plan is for other documents: {wrong}. Plan again with read_lengths(data set)")
 
 
-def _positions(seq_lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def positions(seq_lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return 0 .. length - 1 for each document, int64 [sum of seq_lengths]."""
     ends = np.cumsum(seq_lengths)
     return np.arange(ends[-1]) - np.repeat(ends - seq_lengths, seq_lengths)

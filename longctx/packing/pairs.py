@@ -142,7 +142,8 @@ def plan_pairs(
     lengths = sides.chosen + sides.rejected - shared
     too_long = lengths > capacity
     if overlong == "raise" and too_long.any():
-        raise ValueError(_too_long_message(sides, capacity, share=share))
+        cut = lengths_of_pairs(kept_of_sides(sides, capacity, "truncate", share=share), shared)
+        raise ValueError(_too_long_message(lengths, cut, capacity, share=share))
     kept = lengths_of_pairs(kept_of_sides(sides, capacity, overlong, share=share), shared)
     packing, report = plan_packing(kept, capacity, strategy=strategy)
     dropped = kept == 0
@@ -160,11 +161,12 @@ def plan_pairs(
     )
 
 
-def _too_long_message(sides: Sides, capacity: int, *, share: bool) -> str:
-    shared = shared_tokens(sides, share=share)
-    lengths = sides.chosen + sides.rejected - shared
+def _too_long_message(lengths: NDArray[np.int64], cut: NDArray[np.int64], capacity: int, *, share: bool) -> str:
+    """
+    Args:
+        lengths, cut: tokens of each pair, and those that "truncate" would keep, int64 [pairs].
+    """
     too_long = lengths > capacity
-    cut = lengths_of_pairs(kept_of_sides(sides, capacity, "truncate", share=share), shared)
     left_out = int((cut[too_long] == 0).sum())
     of = f"of the {int(lengths.sum()):,} tokens"
     prompt = "after the prompt that they share" if share else "each with the prompt"
