@@ -87,7 +87,7 @@ def mix(sources: Sequence[Dataset], mixture: Mixture, part: str = "train") -> tu
     times = np.bincount(order, minlength=len(whole))
     is_left_out = np.bincount(drawn, minlength=len(whole)) == 0  # documents of the other part are not
 
-    def of_each(values: NDArray[np.integer]) -> list[int]:
+    def of_each(values: NDArray[np.integer | np.bool_]) -> list[int]:
         return [int(part.sum()) for part in np.split(values, np.cumsum(lengths)[:-1])]
 
     return chosen, source_reports(
