@@ -29,6 +29,7 @@ from longctx.data.rendered import (
     check_within,
     left_out,
     shows_python,
+    texts_of,
     with_marked_calls,
     with_text_arguments,
 )
@@ -144,7 +145,8 @@ class ChatEncoder(Encoder):
         for place, (start, stop) in zip(not_learnt, spans, strict=True):
             check_within(chat[place], text[start:stop], where)
         learnt &= ~_within(spans, offsets)
-        if thoughts and not any("<think>" in str(message) for message in chat):
+        said = (text for message in chat for text in texts_of(message["content"]))
+        if thoughts and not any(map(_EMPTY_THOUGHT.search, said)):
             self.notes[
                 "{n} tokens of empty <think></think> blocks, which the chat template writes before answers without "
                 "reasoning, are trained on, as in TRL."

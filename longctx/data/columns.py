@@ -60,26 +60,25 @@ class TokenColumn:
 
     def __init__(self, name: str, column: pa.ChunkedArray) -> None:
         chunks = [chunk for chunk in column.chunks if len(chunk)]
+        values = [chunk.flatten() for chunk in chunks]
         self.name = name
+        if column.null_count or any(some.null_count for some in values):
+            self._refuse_nulls(column)
         self.value_type: pa.DataType = column.type.value_type
         self.dtype = np.dtype(self.value_type.to_pandas_dtype())
-        self._first_rows = np.cumsum([0] + [len(chunk) for chunk in chunks])
-        self._refuse_nulls(chunks)
+        self._first_rows = np.cumsum([0, *map(len, chunks)])
         self._offsets = [_list_offsets(chunk) for chunk in chunks]
-        self._values = [_values_view(chunk.values) for chunk in chunks]
+        self._values = values if pa.types.is_boolean(self.value_type) else [some.to_numpy() for some in values]
+        """Booleans are bits in Arrow, and so remain there."""
 
-    def _refuse_nulls(self, chunks: list[pa.Array]) -> None:
-        nulls = sum(chunk.null_count for chunk in chunks)
-        for first, chunk in zip(self._first_rows, chunks, strict=False):
-            if chunk.null_count:
-                document = int(first) + _first_true(chunk.is_null())
+    def _refuse_nulls(self, column: pa.ChunkedArray) -> None:
+        for document, row in enumerate(column):
+            if not row.is_valid:
                 raise DataError(
-                    f"column {self.name!r}: {nulls} documents have null instead of a list, the first of them is "
-                    f"document {document} (counted from 0); remove them"
+                    f"column {self.name!r}: {column.null_count} documents have null instead of a list, the first of "
+                    f"them is document {document} (counted from 0); remove them"
                 )
-            if chunk.values.null_count and chunk.flatten().null_count:
-                ends = np.cumsum(np.diff(_list_offsets(chunk)))
-                document = int(first) + int(np.searchsorted(ends, _first_true(chunk.flatten().is_null()), side="right"))
+            if row.values.null_count:
                 raise DataError(
                     f"column {self.name!r} has a null among the tokens of document {document} (counted from 0); "
                     "correct or remove it"
@@ -88,29 +87,16 @@ class TokenColumn:
     def __len__(self) -> int:
         return int(self._first_rows[-1])
 
-    def lengths(self) -> NDArray[np.int64]:
-        """Return the tokens of each row of the table, int64 [n_rows]."""
-        parts = [np.diff(offsets).astype(np.int64, copy=False) for offsets in self._offsets]
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-
-    def spans(self, rows: NDArray[np.integer]) -> tuple[list[int], list[int], list[int]]:
-        """(chunk, start, stop) of each row within the chunk's values, for rows [k]."""
-        chunks = np.searchsorted(self._first_rows, rows, side="right") - 1
-        local = (rows - self._first_rows[chunks]).tolist()
-        chunk_list = chunks.tolist()
-        offsets = self._offsets
-        starts = [int(offsets[c][i]) for c, i in zip(chunk_list, local, strict=True)]
-        stops = [int(offsets[c][i + 1]) for c, i in zip(chunk_list, local, strict=True)]
-        return chunk_list, starts, stops
+    def lengths(self, rows: NDArray[np.integer] | None = None) -> NDArray[np.int64]:
+        """Return the tokens of each row of the table, or of these rows, int64 [k]."""
+        lengths = np.concatenate([np.zeros(0, np.int64), *map(np.diff, self._offsets)]).astype(np.int64, copy=False)
+        return lengths if rows is None else lengths[rows]
 
     def rows(self) -> Iterator[NDArray[Any]]:
         """The values of every row of the table, [tokens] each, as views."""
         for offsets, values in zip(self._offsets, self._values, strict=True):
-            bounds = (offsets - offsets[0]).tolist()
-            chunk = values[offsets[0] : offsets[-1]]
-            if isinstance(chunk, pa.Array):
-                chunk = chunk.to_numpy(zero_copy_only=False)
-            for start, stop in pairwise(bounds):
+            chunk = np.asarray(values)
+            for start, stop in pairwise(offsets.tolist()):
                 yield chunk[start:stop]
 
     def count_others(
@@ -128,47 +114,39 @@ class TokenColumn:
         for pieces, first, offsets, values in zip(
             of_chunks, self._first_rows, self._offsets, self._values, strict=False
         ):
-            chunk = values[offsets[0] : offsets[-1]]
-            if isinstance(chunk, pa.Array):
-                chunk = chunk.to_numpy(zero_copy_only=False)
-            before = np.concatenate(([0], np.cumsum(chunk != value)))
-            begins = offsets[rows[pieces] - first] - offsets[0]
+            before = np.concatenate(([0], np.cumsum(np.asarray(values) != value)))
+            begins = offsets[rows[pieces] - first]
             counts[pieces] = before[begins + stops[pieces]] - before[begins + starts[pieces]]
         return counts
 
-    def read(self, chunks: list[int], starts: list[int], lengths: list[int], out: NDArray[Any]) -> NDArray[Any]:
-        """Copy pieces [k] (chunk, first value, tokens) one after another into `out` [sum of lengths]."""
-        position = 0
-        values = self._values
-        for chunk, start, length in zip(chunks, starts, lengths, strict=True):
-            piece = values[chunk][start : start + length]
-            if isinstance(piece, pa.Array):  # booleans are bits in Arrow
-                piece = piece.to_numpy(zero_copy_only=False)
-            out[position : position + length] = piece
-            position += length
-        return out
+    def spans(self, rows: NDArray[np.integer]) -> tuple[list[int], NDArray[np.int64], NDArray[np.int64]]:
+        """(chunk, start, length) of each row within the chunk's values, for rows [k]."""
+        chunks = np.searchsorted(self._first_rows, rows, side="right") - 1
+        of_rows = [self._offsets[chunk] for chunk in chunks.tolist()]
+        places = (rows - self._first_rows[chunks]).tolist()
+        starts = np.array([offsets[place] for offsets, place in zip(of_rows, places, strict=True)], np.int64)
+        stops = np.array([offsets[place + 1] for offsets, place in zip(of_rows, places, strict=True)], np.int64)
+        return chunks.tolist(), starts, stops - starts
 
+    def read(self, rows: NDArray[np.integer], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[Any]:
+        """Return pieces [k] of rows one after another, [sum of lengths].
 
-def _first_true(values: pa.BooleanArray) -> int:
-    return int(np.flatnonzero(values.to_numpy(zero_copy_only=False))[0])
+        Args:
+            starts, lengths: first value of each piece in its row, and its values, [k].
+        """
+        chunks, begins, _ = self.spans(rows)
+        begins = begins + starts
+        spans = zip(chunks, begins.tolist(), (begins + lengths).tolist(), strict=True)
+        pieces = [self._values[chunk][start:stop] for chunk, start, stop in spans]
+        return np.concatenate([np.zeros(0, self.dtype), *pieces])
 
 
 def _list_offsets(chunk: pa.Array) -> NDArray[np.integer]:
-    """Return where each list starts in `chunk.values`, [rows + 1]; in a slice these do not begin at 0."""
+    """Return where each list starts in `chunk.flatten()`, [rows + 1]."""
     if pa.types.is_fixed_size_list(chunk.type):
-        return (np.arange(len(chunk) + 1) + chunk.offset) * chunk.type.list_size
-    return chunk.offsets.to_numpy()
-
-
-def _values_view(values: pa.Array) -> NDArray[Any] | pa.Array:
-    if pa.types.is_boolean(values.type):
-        return values
-    # A view of the buffer itself: to_numpy would refuse (or copy) where a part outside a slice has nulls.
-    start, dtype = values.offset, np.dtype(values.type.to_pandas_dtype())
-    data = values.buffers()[1]
-    if data is None:
-        return np.zeros(0, dtype=dtype)
-    return np.frombuffer(data, dtype=dtype)[start : start + len(values)]
+        return np.arange(len(chunk) + 1) * chunk.type.list_size
+    offsets = chunk.offsets.to_numpy()
+    return offsets - offsets[0] if offsets[0] else offsets  # those of a slice, of which `flatten` gives no more
 
 
 def arrow_table(source: Any) -> tuple[pa.Table, NDArray[np.integer] | None]:
@@ -217,6 +195,19 @@ def token_columns(table: pa.Table, names: list[str] | None = None) -> dict[str, 
     return {name: TokenColumn(name, table.column(name)) for name in names}
 
 
+def documents_of(table: pa.Table) -> Iterator[dict[str, NDArray[Any]]]:
+    """The documents of a table, [tokens] of each column, as views; and `turn_ends` [turns] if they have them.
+
+    Raises:
+        DataError: as `token_columns`.
+    """
+    columns = token_columns(table)
+    if TURN_ENDS in table.column_names:
+        columns |= token_columns(table, [TURN_ENDS])
+    rows = zip(*(column.rows() for column in columns.values()), strict=True)
+    return (dict(zip(columns, values, strict=True)) for values in rows)
+
+
 def document_lengths(source: Any, columns: list[str] | None = None) -> NDArray[np.int64]:
     """Return the tokens of each document, int64 [n_documents], read from the Arrow offsets alone.
 
@@ -240,7 +231,7 @@ def target_counts(source: Any) -> NDArray[np.int64]:
     table, rows = arrow_table(source)
     labels = token_columns(table, ["labels"])["labels"]
     rows = np.arange(len(labels)) if rows is None else rows
-    return targets_of_pieces(labels, rows, np.zeros(len(rows), np.int64), labels.lengths()[rows])
+    return targets_of_pieces(labels, rows, np.zeros(len(rows), np.int64), labels.lengths(rows))
 
 
 def targets_of_pieces(
@@ -264,9 +255,9 @@ def agreed_lengths(columns: dict[str, TokenColumn], rows: NDArray[np.integer] | 
         DataError: a column of another length than the first, with its name and the document.
     """
     reference, *others = columns.values()
-    lengths = _selected(reference, rows)
+    lengths = reference.lengths(rows)
     for column in others:
-        other = _selected(column, rows)
+        other = column.lengths(rows)
         if not np.array_equal(lengths, other):
             document = int(np.flatnonzero(lengths != other)[0])
             raise DataError(
@@ -275,11 +266,6 @@ def agreed_lengths(columns: dict[str, TokenColumn], rows: NDArray[np.integer] | 
                 "Correct or remove the column, or name the columns to keep with columns=[...]"
             )
     return lengths
-
-
-def _selected(column: TokenColumn, rows: NDArray[np.integer] | None) -> NDArray[np.int64]:
-    lengths = column.lengths()
-    return lengths if rows is None else lengths[rows]
 
 
 def list_array(offsets: NDArray[np.integer], values: pa.Array) -> pa.ListArray:

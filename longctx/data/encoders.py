@@ -301,11 +301,16 @@ class PretokenizedEncoder(Encoder):
         for row, index in enumerate(indices):
             values = {name: rows[row] for name, rows in columns.items()}
             ids = values["input_ids"]
-            for column in values:
-                self._check_length(len(values[column]), len(ids), column, index)
+            for column, given in values.items():
+                if len(given) != len(ids):
+                    raise DataError(
+                        f"{name_record(index)}: '{column}' has {len(given)} entries and 'input_ids' has {len(ids)}. "
+                        "Give one entry per token (labels are not shifted; -100 masks a token)."
+                    )
             _check_whole(values, index)
             input_ids.append(ids)
-            labels.append(self._labels(values))
+            masks = [values[column] != 0 for column in self.labels_from if column != "labels"]
+            labels.append(values.get("labels", np.where(np.all(masks, axis=0), ids, IGNORE_INDEX)))
         return Encoded(input_ids, labels, Counter(), [])
 
     def _rows(self, column: pa.ChunkedArray, name: str, indices: Sequence[int]) -> list[np.ndarray]:
@@ -320,22 +325,6 @@ class PretokenizedEncoder(Encoder):
         ends = np.cumsum(pc.list_value_length(lists).to_numpy())
         self._check_values(values, ends, name, indices)
         return np.split(values.astype(np.int64), ends[:-1])
-
-    @staticmethod
-    def _check_length(length: int, expected: int, column: str, index: int) -> None:
-        if length != expected:
-            raise DataError(
-                f"{name_record(index)}: '{column}' has {length} entries and 'input_ids' has {expected}. "
-                "Give one entry per token (labels are not shifted; -100 masks a token)."
-            )
-
-    def _labels(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        if self.labels_from == ["labels"]:
-            return values["labels"]
-        keep = np.ones(len(values["input_ids"]), dtype=bool)
-        for mask in self.labels_from:
-            keep &= values[mask] != 0
-        return np.where(keep, values["input_ids"], IGNORE_INDEX)
 
 
 def _check_whole(values: Mapping[str, np.ndarray], index: int) -> None:

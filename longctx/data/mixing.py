@@ -78,22 +78,34 @@ def mix(sources: Sequence[Dataset], mixture: Mixture, part: str = "train") -> tu
     Raises:
         DataError: for weights that would make it endless.
     """
-    drawn = order = _order([len(source) for source in sources], mixture)
+    lengths = [len(source) for source in sources]
+    drawn = order = _order(lengths, mixture)
     if mixture.test_size is not None:
         order = _part(drawn, mixture, part)
     whole = datasets.concatenate_datasets(_with_same_columns(sources))
     chosen = whole if np.array_equal(order, np.arange(len(whole))) else whole.select(order)
-    lengths = [len(source) for source in sources]
-    return chosen, _reports(lengths, document_lengths(whole), mixture, drawn=drawn, order=order)
+    times = np.bincount(order, minlength=len(whole))
+    is_left_out = np.bincount(drawn, minlength=len(whole)) == 0  # documents of the other part are not
+
+    def of_each(values: NDArray[np.integer | np.bool_]) -> list[int]:
+        return [int(part.sum()) for part in np.split(values, np.cumsum(lengths)[:-1])]
+
+    return chosen, source_reports(
+        mixture,
+        documents=of_each(times),
+        tokens=of_each(times * document_lengths(whole)),
+        there=lengths,
+        distinct=of_each(times > 0),
+        left_out=of_each(is_left_out),
+    )
 
 
 def _order(lengths: Sequence[int], mixture: Mixture) -> NDArray[np.int64]:
     """Numbers of documents in the data sets one after another, as the mixture has them."""
-    ends = np.cumsum(lengths)
-    spans = [np.arange(end - length, end) for length, end in zip(lengths, ends, strict=True)]
-    shares = mixture.shares()
+    shares, documents = mixture.shares(), np.arange(sum(lengths))
     if shares is None:
-        return np.arange(ends[-1])
+        return documents
+    spans = np.split(documents, np.cumsum(lengths)[:-1])
     if mixture.weights is None:
         total = min(length / share for length, share in zip(lengths, shares, strict=True))
         return np.concatenate([span[: round(share * total)] for span, share in zip(spans, shares, strict=True)])
@@ -137,34 +149,6 @@ def _with_same_columns(sources: Sequence[Dataset]) -> list[Dataset]:
         )
         for source in sources
     ]
-
-
-def _reports(
-    lengths: Sequence[int],
-    tokens: NDArray[np.int64],
-    mixture: Mixture,
-    *,
-    drawn: NDArray[np.int64],
-    order: NDArray[np.int64],
-) -> tuple[SourceReport, ...]:
-    """
-    Args:
-        lengths: documents in each data set.
-        tokens: int64 [documents], of all data sets one after another.
-        drawn: int64 [documents of the mixture], which of them it has.
-        order: int64, those of them in the part that is counted; documents of the other part are not left out.
-    """
-    times, is_drawn = np.bincount(order, minlength=len(tokens)), np.bincount(drawn, minlength=len(tokens)) > 0
-    ends = np.cumsum(lengths)
-    spans = [slice(end - length, end) for length, end in zip(lengths, ends, strict=True)]
-    return source_reports(
-        mixture,
-        documents=[int(times[span].sum()) for span in spans],
-        tokens=[int((times[span] * tokens[span]).sum()) for span in spans],
-        there=lengths,
-        distinct=[int((times[span] > 0).sum()) for span in spans],
-        left_out=[int((~is_drawn[span]).sum()) for span in spans],
-    )
 
 
 def source_reports(

@@ -29,38 +29,33 @@ from longctx.data.token_ids import token_ids
 _ANSWERS = ("chosen", "rejected")
 
 
-class _PairEncoder:
-    """What both encoders do with the tokens of a pair's parts."""
+def _join(prompt: ArrayLike, sides: Sequence[ArrayLike], index: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and labels of a pair, as TRL's DPOTrainer cuts it: the prompt is what all three share.
 
-    masked = True
-
-    def _join(self, prompt: ArrayLike, sides: Sequence[ArrayLike], index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and labels of a pair, as TRL's DPOTrainer cuts it: the prompt is what all three share.
-
-        Args:
-            prompt: tokens of the prompt alone.
-            sides: tokens of the prompt with each answer.
-        """
-        whole = [np.asarray(side, dtype=np.int64) for side in sides]
-        alone = np.asarray(prompt, dtype=np.int64)
-        length = min(common_prefix(alone, side) for side in whole)
-        if length < len(alone):
-            warn_of_split_prompt()
-        if length == 0:
-            raise DataError(
-                f"{name_record(index)}: no token comes before the answers, so their first one would have no "
-                "probability. Give a 'prompt', or use a tokenizer with a token for the beginning of a text."
-            )
-        for name, side in zip(_ANSWERS, whole, strict=True):
-            if len(side) == length:
-                raise DataError(f"{name_record(index)}: {name!r} has no tokens. Give an answer, or remove the record.")
-        ids, labels = np.concatenate(whole), np.concatenate(whole)
-        labels[:length] = IGNORE_INDEX
-        labels[len(whole[0]) : len(whole[0]) + length] = IGNORE_INDEX
-        return ids, labels
+    Args:
+        prompt: tokens of the prompt alone.
+        sides: tokens of the prompt with each answer.
+    """
+    whole = [np.asarray(side, dtype=np.int64) for side in sides]
+    alone = np.asarray(prompt, dtype=np.int64)
+    length = min(common_prefix(alone, side) for side in whole)
+    if length < len(alone):
+        warn_of_split_prompt()
+    if length == 0:
+        raise DataError(
+            f"{name_record(index)}: no token comes before the answers, so their first one would have no "
+            "probability. Give a 'prompt', or use a tokenizer with a token for the beginning of a text."
+        )
+    for name, side in zip(_ANSWERS, whole, strict=True):
+        if len(side) == length:
+            raise DataError(f"{name_record(index)}: {name!r} has no tokens. Give an answer, or remove the record.")
+    ids, labels = np.concatenate(whole), np.concatenate(whole)
+    labels[:length] = IGNORE_INDEX
+    labels[len(whole[0]) : len(whole[0]) + length] = IGNORE_INDEX
+    return ids, labels
 
 
-class PairTextEncoder(_PairEncoder, TextEncoder):
+class PairTextEncoder(TextEncoder):
     """Prompts and answers as text; an answer ends with the EOS token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kind: str) -> None:
@@ -73,11 +68,11 @@ class PairTextEncoder(_PairEncoder, TextEncoder):
         records = [with_prompt(dict(zip(batch, values, strict=True))) for values in zip(*batch.values(), strict=True)]
         prompts = self._tokenize([record["prompt"] for record in records], ends=False)
         sides = [self._tokenize([record["prompt"] + record[answer] for record in records]) for answer in _ANSWERS]
-        pairs = [self._join(*parts) for parts in zip(prompts, zip(*sides, strict=True), indices, strict=True)]
+        pairs = [_join(*parts) for parts in zip(prompts, zip(*sides, strict=True), indices, strict=True)]
         return [ids for ids, _ in pairs], [labels for _, labels in pairs]
 
 
-class PairChatEncoder(_PairEncoder, ChatEncoder):
+class PairChatEncoder(ChatEncoder):
     """Prompts and answers as messages."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kind: str, chat_template: str | None) -> None:
@@ -100,7 +95,7 @@ class PairChatEncoder(_PairEncoder, ChatEncoder):
         asked = self._render(prompt_as_written, index, options | {"add_generation_prompt": True})
         texts = [asked, *(text for _, text in written)]
         prompt, *sides = token_ids(self.tokenizer, texts, add_special_tokens=False)
-        return self._join(prompt, sides, index)
+        return _join(prompt, sides, index)
 
 
 def with_prompt(record: dict[str, Any]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def check_messages(chat: list[dict[str, Any]], template: str, text: str, where: 
             )
         if role in ("assistant", "tool"):
             continue
-        for said in filter(None, map(str.strip, _texts(content))):
+        for said in filter(None, map(str.strip, texts_of(content))):
             found = text.find(said, position)  # messages mostly follow each other, so that this is linear
             position = text.find(said) if found < 0 else found
             if position < 0:
@@ -130,7 +130,7 @@ def check_messages(chat: list[dict[str, Any]], template: str, text: str, where: 
 
 def check_within(message: dict[str, Any], turn: str, where: str) -> None:
     """Refuse a turn that does not hold the text of its message: a template may write it elsewhere."""
-    said = [text.rpartition("</think>")[2].strip() for text in _texts(message["content"])]
+    said = [text.rpartition("</think>")[2].strip() for text in texts_of(message["content"])]
     if not all(text in turn for text in said):
         raise DataError(
             f"{where}: the chat template writes a message of the role '{message['role']}' into another turn, so that "
@@ -138,17 +138,17 @@ def check_within(message: dict[str, Any], turn: str, where: str) -> None:
         )
 
 
-def _texts(content: Any) -> Iterator[str]:
+def texts_of(content: Any) -> Iterator[str]:
     """Yield the texts of a content, of its parts, and of what parts of other types hold, such as thoughts."""
     if isinstance(content, str):
         yield content
     elif isinstance(content, Mapping):
         text = content.get("text")
         others = [part for key, part in content.items() if key != "type"]
-        yield from _texts(text if isinstance(text, str) else others)
+        yield from texts_of(text if isinstance(text, str) else others)
     elif isinstance(content, list):
         for part in content:
-            yield from _texts(part)
+            yield from texts_of(part)
 
 
 def left_out(chat: list[dict[str, Any]], tools: Any, template: str, text: str) -> Counter[str]:
@@ -161,13 +161,13 @@ def left_out(chat: list[dict[str, Any]], tools: Any, template: str, text: str) -
         if message["role"] == "tool":
             notes["The chat template leaves out {n} of the results of tools: the model does not see them."] += any(
                 said.strip() not in text and json.dumps(said.strip(), ensure_ascii=False)[1:-1] not in text
-                for said in _texts(message["content"])
+                for said in texts_of(message["content"])
             )
         if message["role"] != "assistant":
             continue
         thoughts = [message[key] for key in REASONING if isinstance(message.get(key), str)]
         answers = []
-        for said in _texts(message["content"]):
+        for said in texts_of(message["content"]):
             thought, _, answer = said.rpartition("</think>")
             thoughts.append(thought.rpartition("<think>")[2])
             answers.append(answer)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from longctx.data.chat import FIRST_RECORDS, ChatEncoder
-from longctx.data.columns import TURN_ENDS, Document, document_lengths, token_columns
+from longctx.data.columns import Document, document_lengths, documents_of
 from longctx.data.encoders import NOTES, Encoder, in_words, notes_of
 from longctx.data.errors import DataError, name_record, no_records, say, too_large, with_place
 from longctx.data.files import unlike_files
@@ -139,15 +139,6 @@ class DocumentStream:
             raise too_large(f"{self.place(first)} or a later one") from None
         except (ValueError, OSError, pa.ArrowException) as error:  # of a reader: a cast, bytes that are not UTF-8
             raise unlike_files(f"{self.place(first)} or a later one", error.__cause__ or error) from error
-
-
-def documents_of(table: pa.Table) -> Iterator[dict[str, NDArray[np.int32]]]:
-    """The documents of a table, [tokens] of each column, as views; and `turn_ends` [turns] if they have them."""
-    columns = token_columns(table)
-    if TURN_ENDS in table.column_names:
-        columns |= token_columns(table, [TURN_ENDS])
-    rows = zip(*(column.rows() for column in columns.values()), strict=True)
-    return (dict(zip(columns, values, strict=True)) for values in rows)
 
 
 def encoded(

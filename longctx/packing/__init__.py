@@ -9,7 +9,7 @@ from .dataset import PackedDataset, pack_dataset
 from .lanes import add_counts
 from .overlong import OVERLONG, PackingReport, plan_packing
 from .pairs import PairedDataset, kept_of_sides, lengths_of_pairs, plan_pairs, shared_tokens
-from .plan import STRATEGIES, Packing, Piece, one_per_bin, pack
+from .plan import STRATEGIES, Packing, one_per_bin, pack
 from .streaming import PackedStream
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "Packing",
     "PackingReport",
     "PairedDataset",
-    "Piece",
     "add_counts",
     "balanced_order",
     "kept_of_sides",

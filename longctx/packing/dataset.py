@@ -89,13 +89,11 @@ class PackedDataset:
             [documents], the length of each in the row; `position_ids` int64 [S], from 0 in each document, so
             that the documents stay known where a trainer passes on only the model's own arguments.
         """
-        index = self._checked(index)
-        pieces = self._pieces(self._pieces_of_pack(index))
-        row = self._cut(*pieces)
-        seq_lengths = pieces[2]
-        row["seq_lengths"] = seq_lengths
-        row["position_ids"] = _positions(seq_lengths)
-        return row
+        offsets, index = self.packing.offsets, self._checked(index)
+        rows, starts, lengths = self._pieces(slice(offsets[index], offsets[index + 1]))
+        row = {name: column.read(rows, starts, lengths) for name, column in self._columns.items()}
+        row[INPUT_IDS] = row[INPUT_IDS].astype(np.int64, copy=False)
+        return row | {"seq_lengths": lengths, "position_ids": positions(lengths)}
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, NDArray[Any]]]:
         """Return several packs. torch's DataLoader calls this."""
@@ -113,60 +111,36 @@ class PackedDataset:
         A token with a label is a target unless it is the first token of its document or piece.
         """
         rows, starts, lengths = self._pieces(slice(None))
-        starts = np.zeros_like(lengths) if starts is None else starts
         counts = targets_of_pieces(self._columns["labels"], rows, starts, lengths)
         documents = np.repeat(self.packing.indices, len(counts) // max(len(self.packing.indices), 1))
         totals = np.zeros(len(self._lengths()), dtype=np.int64)
         np.add.at(totals, documents, counts)
         return totals
 
-    def _pieces_of_pack(self, index: int) -> slice:
-        return slice(self.packing.offsets[index], self.packing.offsets[index + 1])
-
-    def _pieces(self, pieces: slice) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.int64]]:
-        """Return (rows of the table, first tokens or None for 0, lengths) of pieces of the plan, int64 [pieces]."""
+    def _pieces(self, pieces: slice) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return (rows of the table, first tokens, lengths) of pieces of the plan, int64 [pieces]."""
         rows: NDArray[Any] = self.packing.indices[pieces].astype(np.int64)
         if self._rows is not None:
             rows = self._rows[rows].astype(np.int64)
         if self.packing.starts is not None and self.packing.stops is not None:
             first = self.packing.starts[pieces]
             return rows, first, self.packing.stops[pieces] - first
-        _, starts, stops = next(iter(self._columns.values())).spans(rows)
-        return rows, None, np.subtract(stops, starts, dtype=np.int64)
-
-    def _cut(
-        self,
-        rows: NDArray[np.int64],
-        starts: NDArray[np.int64] | None,
-        lengths: NDArray[np.int64],
-        *,
-        keep_dtype: bool = False,
-    ) -> dict[str, NDArray[Any]]:
-        """Return the tokens of these pieces in every column, [sum of lengths] each."""
-        total, sizes = int(lengths.sum()), lengths.tolist()
-        cut = {}
-        for name, column in self._columns.items():
-            chunks, begins, _ = column.spans(rows)
-            if starts is not None:
-                begins = (np.asarray(begins, dtype=np.int64) + starts).tolist()
-            dtype = column.dtype if keep_dtype or name != INPUT_IDS else np.dtype(np.int64)
-            cut[name] = column.read(chunks, begins, sizes, np.empty(total, dtype=dtype))
-        return cut
+        _, _, lengths = next(iter(self._columns.values())).spans(rows)
+        return rows, np.zeros_like(lengths), lengths
 
     def arrow_rows(self, indices: list[int]) -> pa.Table:
         """Return several packs as an Arrow table in the columns' own types, with `seq_lengths`."""
-        per_pack = [self._pieces(self._pieces_of_pack(self._checked(index))) for index in indices]
-        rows = _join([pieces[0] for pieces in per_pack])
-        lengths = _join([pieces[2] for pieces in per_pack])
-        starts = None if self.packing.starts is None else _join([pieces[1] for pieces in per_pack])
-        tokens = [int(pieces[2].sum()) for pieces in per_pack]
-        offsets = np.cumsum([0, *tokens])
-        arrays = {
-            name: list_array(offsets, pa.array(values, type=self._columns[name].value_type))
-            for name, values in self._cut(rows, starts, lengths, keep_dtype=True).items()
-        }
-        documents = np.cumsum([0, *(len(pieces[2]) for pieces in per_pack)])
-        return pa.table(arrays | {"seq_lengths": list_array(documents, pa.array(lengths, type=pa.int64()))})
+        rows = self.__getitems__(indices)
+        types = {name: column.value_type for name, column in self._columns.items()} | {"seq_lengths": pa.int64()}
+        return pa.table(
+            {
+                name: list_array(
+                    np.cumsum([0, *(len(row[name]) for row in rows)]),
+                    pa.array(np.concatenate([row[name] for row in rows]), type=value_type),
+                )
+                for name, value_type in types.items()
+            }
+        )
 
 
 def pack_dataset(
@@ -280,11 +254,7 @@ def _check_plan(packing: Packing, lengths: NDArray[np.int64]) -> None:
         raise ValueError(f"the plan is for other documents: {wrong}. Plan again with read_lengths(data set)")
 
 
-def _positions(seq_lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def positions(seq_lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return 0 .. length - 1 for each document, int64 [sum of seq_lengths]."""
     ends = np.cumsum(seq_lengths)
     return np.arange(ends[-1]) - np.repeat(ends - seq_lengths, seq_lengths)
-
-
-def _join(parts: list[Any]) -> NDArray[np.int64]:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)

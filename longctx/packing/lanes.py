@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from longctx.data import DataError
 from longctx.data.columns import INPUT_IDS, TURN_ENDS, Document
 
+from .dataset import positions
 from .lookahead import LookAhead
 from .overlong import whole_turns
 
@@ -88,7 +89,6 @@ class Reader:
 
     def __init__(self, stream: Any, num_lanes: int, chosen: Sequence[int], position: Mapping[str, Any]):
         self.stream, self.num_lanes = stream, num_lanes
-        self.places = np.arange(stream.capacity)
         self._queues: dict[int, deque[Document]] = {lane: deque() for lane in chosen}
         turns = [_turns(lane) for lane in position.get("lanes", [{"read": 0, "waiting": [], "ready": 0}] * num_lanes)]
         self._turns = {lane: ({*turns[lane]}, turns[lane][-1]) for lane in chosen}
@@ -146,7 +146,7 @@ class Lane:
         if not self._ready and not len(self._waiting):
             return None
         pack = [self._ready.pop(0)] if self._ready else self._waiting.take()
-        row = _row(pack, self._reader.places)
+        row = _row(pack)
         for name, value in (("packs", 1), ("pieces", len(pack)), ("tokens_packed", len(row[INPUT_IDS]))):
             self.counts[name] += value
         return row
@@ -255,16 +255,13 @@ def _is_token_list(value: object) -> bool:
     return array.ndim == 1 and array.dtype.kind in "iubf"
 
 
-def _row(pack: list[_Piece], places: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-    """The row of these pieces; `places` is 0 .. capacity - 1."""
+def _row(pack: list[_Piece]) -> dict[str, NDArray[Any]]:
     row = {
         name: np.concatenate([piece.columns[name] for piece in pack], dtype=np.int64 if name == INPUT_IDS else None)
         for name in pack[0].columns
     }
-    lengths = [*map(len, pack)]
-    row["seq_lengths"] = np.array(lengths)
-    row["position_ids"] = np.concatenate([places[:length] for length in lengths])
-    return row
+    lengths = np.array([*map(len, pack)])
+    return row | {"seq_lengths": lengths, "position_ids": positions(lengths)}
 
 
 def _read_columns(document: Mapping[str, Any], names: list[str], number: int) -> dict[str, NDArray[Any]]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .plan import STRATEGIES, Packing, check_lengths, cut_into_pieces, pack, pack_pieces
+from .plan import STRATEGIES, Packing, check_lengths, pack_kept
 
 OVERLONG = ("raise", "truncate", "drop", "split", "turns")
 
@@ -143,9 +143,7 @@ def plan_packing(
         kept = array.copy()
         for document in np.flatnonzero(too_long):
             kept[document] = whole_turns(turn_ends[int(document)], capacity)
-    packing = _pack_kept(kept, capacity, strategy, split=overlong == "split")
-    if overlong in ("truncate", "turns") and too_long.any():
-        packing = _with_spans(packing, kept)
+    packing = pack_kept(array, kept, int(capacity), strategy)
     dropped = too_long & (kept == 0)
     report = PackingReport(
         strategy=strategy,
@@ -191,26 +189,4 @@ def too_long_message(lengths: NDArray[np.int64], capacity: int) -> str:
         f"  --overlong drop      drops {len(too_long):,} documents with {tokens:,} {share}\n"
         f"  --overlong split     makes {int((-(-too_long // capacity)).sum()):,} pieces of them, 0 tokens "
         "lost"
-    )
-
-
-def _pack_kept(lengths: NDArray[np.int64], capacity: int, strategy: str, *, split: bool) -> Packing:
-    if strategy == "bfd" and split:
-        return pack(lengths, capacity, "bfd_split")
-    if strategy == "none" and split:
-        return pack_pieces(lengths, capacity, *cut_into_pieces(lengths, capacity), join=False)
-    return pack(lengths, capacity, strategy)
-
-
-def _with_spans(packing: Packing, kept: NDArray[np.int64]) -> Packing:
-    """Return the same plan with explicit starts and stops, because documents end before their last token."""
-    if packing.starts is not None:
-        return packing
-    stops = kept[packing.indices]
-    return Packing(
-        indices=packing.indices,
-        offsets=packing.offsets,
-        capacity=packing.capacity,
-        starts=np.zeros_like(stops),
-        stops=stops,
     )

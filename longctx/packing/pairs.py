@@ -73,7 +73,7 @@ class PairedDataset(PackedDataset):
             row["position_ids"] = np.arange(lengths.sum()) - np.repeat(first, lengths)
         return row
 
-    def _pieces(self, pieces: slice) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.int64]]:
+    def _pieces(self, pieces: slice) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         pairs = self.packing.indices[pieces].astype(np.int64)
         rows = pairs if self._rows is None else self._rows[pairs].astype(np.int64)
         starts, lengths = np.zeros((len(pairs), 2), dtype=np.int64), self.kept[pairs]
@@ -142,7 +142,8 @@ def plan_pairs(
     lengths = sides.chosen + sides.rejected - shared
     too_long = lengths > capacity
     if overlong == "raise" and too_long.any():
-        raise ValueError(_too_long_message(sides, capacity, share=share))
+        cut = lengths_of_pairs(kept_of_sides(sides, capacity, "truncate", share=share), shared)
+        raise ValueError(_too_long_message(lengths, cut, capacity, share=share))
     kept = lengths_of_pairs(kept_of_sides(sides, capacity, overlong, share=share), shared)
     packing, report = plan_packing(kept, capacity, strategy=strategy)
     dropped = kept == 0
@@ -160,11 +161,12 @@ def plan_pairs(
     )
 
 
-def _too_long_message(sides: Sides, capacity: int, *, share: bool) -> str:
-    shared = shared_tokens(sides, share=share)
-    lengths = sides.chosen + sides.rejected - shared
+def _too_long_message(lengths: NDArray[np.int64], cut: NDArray[np.int64], capacity: int, *, share: bool) -> str:
+    """
+    Args:
+        lengths, cut: tokens of each pair, and those that "truncate" would keep, int64 [pairs].
+    """
     too_long = lengths > capacity
-    cut = lengths_of_pairs(kept_of_sides(sides, capacity, "truncate", share=share), shared)
     left_out = int((cut[too_long] == 0).sum())
     of = f"of the {int(lengths.sum()):,} tokens"
     prompt = "after the prompt that they share" if share else "each with the prompt"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,14 +11,6 @@ from numpy.typing import ArrayLike, NDArray
 from .bfd import best_fit_decreasing
 
 STRATEGIES = ("bfd", "bfd_split", "wrapped", "none")
-
-
-class Piece(NamedTuple):
-    """Tokens start..stop-1 of a document; stop is None where the whole document is taken."""
-
-    document: int
-    start: int
-    stop: int | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,19 +62,6 @@ class Packing:
         """Document of each piece of pack `index`."""
         return self.indices[self.offsets[index] : self.offsets[index + 1]]
 
-    def piece(self, index: int) -> Piece:
-        """Piece `index`, counted over all packs."""
-        if self.starts is None or self.stops is None:
-            return Piece(int(self.indices[index]), 0, None)
-        return Piece(int(self.indices[index]), int(self.starts[index]), int(self.stops[index]))
-
-    def spans(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-        """(starts, stops) of the pieces of pack `index`, or None where no document of the plan is cut."""
-        if self.starts is None or self.stops is None:
-            return None
-        pieces = slice(self.offsets[index], self.offsets[index + 1])
-        return self.starts[pieces], self.stops[pieces]
-
     def piece_lengths(self, lengths: NDArray[np.integer]) -> NDArray[np.int64]:
         """Tokens of each piece, int64 [n_pieces], given the documents' lengths [n_documents]."""
         if self.starts is None or self.stops is None:
@@ -94,20 +72,6 @@ class Packing:
         """Tokens in each pack, int64 [n_packs], given the documents' lengths [n_documents]."""
         sums = np.concatenate(([0], np.cumsum(self.piece_lengths(lengths))))
         return np.diff(sums[self.offsets])
-
-    def select(self, packs: ArrayLike) -> Packing:
-        """The plan with only these packs, in this order: a shuffled, sorted or shortened epoch."""
-        chosen = np.asarray(packs, dtype=np.int64)
-        sizes = np.diff(self.offsets)[chosen]
-        offsets = np.concatenate(([0], np.cumsum(sizes)))
-        pieces = np.repeat(self.offsets[chosen] - offsets[:-1], sizes) + np.arange(offsets[-1])
-        return Packing(
-            indices=self.indices[pieces],
-            offsets=offsets,
-            capacity=self.capacity,
-            starts=None if self.starts is None else self.starts[pieces],
-            stops=None if self.stops is None else self.stops[pieces],
-        )
 
 
 def check_lengths(lengths: ArrayLike, capacity: int) -> NDArray[np.int64]:
@@ -125,11 +89,6 @@ def check_lengths(lengths: ArrayLike, capacity: int) -> NDArray[np.int64]:
     if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
         raise ValueError(f"capacity must be a number of tokens of at least 1, got {capacity!r}")
     return array
-
-
-def index_dtype(documents: int) -> np.dtype:
-    """The smallest unsigned dtype that holds the indices of so many documents."""
-    return np.min_scalar_type(max(documents - 1, 0))
 
 
 def pack(lengths: ArrayLike, capacity: int, strategy: str = "bfd") -> Packing:
@@ -152,22 +111,13 @@ def pack(lengths: ArrayLike, capacity: int, strategy: str = "bfd") -> Packing:
     capacity = int(capacity)
     if strategy not in STRATEGIES:
         raise ValueError(f"unknown packing strategy {strategy!r}, must be one of {', '.join(STRATEGIES)}")
-    if strategy == "wrapped":
-        return _pack_wrapped(array, capacity)
-    if strategy == "bfd_split":
-        return pack_pieces(array, capacity, *cut_into_pieces(array, capacity))
-    too_long = int(np.count_nonzero(array > capacity))
-    if too_long:
+    if strategy in ("bfd", "none") and (too_long := int(np.count_nonzero(array > capacity))):
         raise ValueError(
-            f"{too_long} of {len(array)} documents are longer than the capacity of {capacity} tokens, the "
-            "longest "
+            f"{too_long} of {len(array)} documents are longer than the capacity of {capacity} tokens, the longest "
             f"has {array.max()} (document {array.argmax()}). Raise the capacity, cut them with "
             "strategy='bfd_split', or use plan_packing(..., overlong='truncate'|'drop'|'split')."
         )
-    if strategy == "none":
-        return one_per_bin(array, capacity)
-    placed, offsets = best_fit_decreasing(array, capacity)
-    return Packing(indices=placed.astype(index_dtype(len(array))), offsets=offsets, capacity=capacity)
+    return pack_kept(array, array, capacity, strategy)
 
 
 def one_per_bin(lengths: ArrayLike, capacity: int | None = None) -> Packing:
@@ -178,17 +128,37 @@ def one_per_bin(lengths: ArrayLike, capacity: int | None = None) -> Packing:
         capacity: recorded in the plan; the longest document when None.
     """
     array = check_lengths(lengths, 1)
-    present = np.flatnonzero(array)
-    if capacity is None:
-        capacity = max(int(array.max(initial=0)), 1)
+    return pack(array, max(int(array.max(initial=0)), 1) if capacity is None else capacity, "none")
+
+
+def pack_kept(lengths: NDArray[np.int64], kept: NDArray[np.int64], capacity: int, strategy: str) -> Packing:
+    """Pack the first tokens of documents; those that are longer than a pack are cut, whatever the strategy.
+
+    Args:
+        lengths: tokens of each document, int64 [n].
+        kept: those that are packed, int64 [n]: 0 for a document that is left out.
+        capacity: most tokens in a pack.
+        strategy: as in `pack`.
+    """
+    if strategy == "wrapped":
+        documents, starts, stops, offsets = _cut_in_order(kept, capacity)
+    else:
+        documents, starts, stops = _cut_into_pieces(kept, capacity)
+        offsets = np.arange(len(documents) + 1)
+    if strategy in ("bfd", "bfd_split"):
+        placed, offsets = best_fit_decreasing(stops - starts, capacity)
+        documents, starts, stops = documents[placed], starts[placed], stops[placed]
+    is_cut = bool((stops - starts < lengths[documents]).any())
     return Packing(
-        indices=present.astype(index_dtype(len(array))),
-        offsets=np.arange(len(present) + 1, dtype=np.int64),
+        indices=documents.astype(np.min_scalar_type(max(len(lengths) - 1, 0))),
+        offsets=offsets,
         capacity=capacity,
+        starts=starts if is_cut else None,
+        stops=stops if is_cut else None,
     )
 
 
-def cut_into_pieces(
+def _cut_into_pieces(
     lengths: NDArray[np.int64], capacity: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Cut every document each `capacity` tokens: (documents, starts, stops), int64 [n_pieces], in order."""
@@ -199,51 +169,15 @@ def cut_into_pieces(
     return documents, starts, np.minimum(starts + capacity, lengths[documents])
 
 
-def pack_pieces(
-    lengths: NDArray[np.int64],
-    capacity: int,
-    documents: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    stops: NDArray[np.int64],
-    *,
-    join: bool = True,
-) -> Packing:
-    """Pack given pieces of documents, best fit decreasing, or one a pack where `join` is False.
-
-    Args:
-        lengths: tokens of each document, int64 [n].
-        capacity: most tokens in a pack.
-        documents, starts, stops: int64 [n_pieces], none of them empty.
-        join: whether a pack may hold several pieces.
-    """
-    placed, offsets = np.arange(len(documents)), np.arange(len(documents) + 1)
-    if join:
-        placed, offsets = best_fit_decreasing(stops - starts, capacity)
-    starts, stops, documents = starts[placed], stops[placed], documents[placed]
-    cut = bool((stops - starts < lengths[documents]).any())
-    return Packing(
-        indices=documents.astype(index_dtype(len(lengths))),
-        offsets=offsets,
-        capacity=capacity,
-        starts=starts if cut else None,
-        stops=stops if cut else None,
-    )
-
-
-def _pack_wrapped(lengths: NDArray[np.int64], capacity: int) -> Packing:
-    """Concatenate the documents and cut every `capacity` tokens, wherever that falls."""
+def _cut_in_order(
+    lengths: NDArray[np.int64], capacity: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Concatenate the documents and cut every `capacity` tokens: (documents, starts, stops, offsets of packs)."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
-    borders = np.union1d(np.append(ends[lengths > 0], 0), np.append(np.arange(0, total, capacity), total))
+    packs = np.append(np.arange(0, total, capacity), total) if total else np.zeros(1, dtype=np.int64)
+    borders = np.union1d(np.append(ends[lengths > 0], 0), packs)
     documents = np.searchsorted(ends, borders[:-1], side="right")
     first = (ends - lengths)[documents]
-    starts, stops = borders[:-1] - first, borders[1:] - first
-    packs = np.append(np.arange(0, total, capacity), total) if total else np.zeros(1, dtype=np.int64)
-    cut = bool((stops - starts < lengths[documents]).any())
-    return Packing(
-        indices=documents.astype(index_dtype(len(lengths))),
-        offsets=np.searchsorted(borders, packs).astype(np.int64),
-        capacity=capacity,
-        starts=starts if cut else None,
-        stops=stops if cut else None,
-    )
+    offsets = np.searchsorted(borders, packs).astype(np.int64)
+    return documents, borders[:-1] - first, borders[1:] - first, offsets

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from longctx.data import DataError
-from longctx.data.columns import SOURCE_COUNTS, TURN_ENDS, Document, is_token_type, token_columns
+from longctx.data.columns import SOURCE_COUNTS, Document, documents_of, is_token_type
 
 from .lanes import COUNTS, Lane, Reader, column_names
 from .overlong import OVERLONG, PackingReport
@@ -151,7 +150,11 @@ class PackedStream:
         for table in source.iter(batch_size=_DOCUMENTS_PER_TABLE):
             if self.names is None:
                 self.names = column_names({f.name: () for f in table.schema if is_token_type(f.type)}, 0)
-            yield from _documents(table, self.names)
+            try:
+                documents = documents_of(table)
+            except DataError:  # one of them is wrong: it is named when its turn comes
+                documents = iter(table.to_pylist())
+            yield from documents
 
     @property
     def report(self) -> PackingReport:
@@ -219,13 +222,3 @@ def _is_arrow_stream(source: object) -> bool:
     if datasets is None or not isinstance(source, datasets.IterableDataset):
         return False
     return getattr(source._ex_iterable, "iter_arrow", None) is not None  # type: ignore[attr-defined]
-
-
-def _documents(table: pa.Table, names: list[str]) -> Iterator[Mapping[str, Any]]:
-    """The documents of a table, with these columns as views of its buffers."""
-    try:
-        columns = token_columns(table, [*names, *({TURN_ENDS} & {*table.column_names})])
-    except DataError:
-        return iter(table.to_pylist())  # one of them is wrong: it is named when its turn comes
-    rows = zip(*(column.rows() for column in columns.values()), strict=True)
-    return (dict(zip(columns, values, strict=True)) for values in rows)

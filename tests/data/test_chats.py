@@ -239,6 +239,9 @@ def test_empty_thoughts_are_learnt_and_said(caplog) -> None:
     assert f"{3 * length} tokens of empty <think></think> blocks" in said
     [(_, learnt)] = _texts([record], "qwen3", assistant_only_loss=True)
     assert "<think>\n\n</think>\n\nc d" in learnt
+    thought = [ASKED, ANSWERED | {"content": "<think>r</think>c d"}]  # its thought hides no empty one of another answer
+    said = _said([{"messages": thought + record["messages"]}], caplog, "qwen3", assistant_only_loss=True)
+    assert f"{length} tokens of empty <think></think> blocks" in said
 
 
 def test_rows_of_which_nothing_is_learnt_are_kept_and_counted(caplog) -> None:

@@ -8,12 +8,11 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.packing import (
     Packing,
-    bfd,
     lower_bound,
     one_per_bin,
     pack,
@@ -77,8 +76,9 @@ def fewest_bins(lengths: list[int], capacity: int) -> int:
 
 def pieces_of(packing: Packing, lengths: list[int]) -> list[tuple[int, int, int]]:
     """Every (document, start, stop) of a plan."""
-    pieces = [packing.piece(i) for i in range(len(packing.indices))]
-    return [(p.document, p.start, lengths[p.document] if p.stop is None else p.stop) for p in pieces]
+    starts = np.zeros(len(packing.indices), int) if packing.starts is None else packing.starts
+    stops = starts + packing.piece_lengths(np.array(lengths, dtype=np.int64))
+    return list(zip(packing.indices.tolist(), starts.tolist(), stops.tolist(), strict=True))
 
 
 def check_nothing_lost(packing: Packing, lengths: list[int]) -> None:
@@ -116,29 +116,6 @@ def test_bfd_matches_the_reference_on_heavy_tails() -> None:
         for sample in (lengths, spread):
             fills = np.sort(pack(sample, capacity).fills(sample))
             assert fills.tolist() == reference_fills(sample.tolist(), capacity)
-
-
-@given(fitting(), st.integers(1, 20), st.sampled_from([0, 0.5]))
-@example(([19, 16, 14], 50), 1, 0)  # the bin of the first is sure to take the second, and then takes the third too
-def test_bfd_is_the_same_in_phases(case: tuple[list[int], int], fewest: int, variety: float) -> None:
-    """Documents placed many at a time, all of them or the longest ones before the histogram takes over."""
-    lengths, capacity = case
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bfd, "_PHASE_LENGTHS", fewest)
-        patch.setattr(bfd, "_PHASE_VARIETY", variety)
-        packing = pack(lengths, capacity)
-    assert sorted(packing.fills(np.array(lengths, dtype=np.int64)).tolist()) == reference_fills(lengths, capacity)
-    check_nothing_lost(packing, lengths)
-
-
-@given(st.lists(st.integers(0, 12), max_size=20), st.integers(1, 12))
-def test_documents_take_slots_like_closing_brackets(opened: list[int], n_documents: int) -> None:
-    opened = sorted(before for before in opened if before < n_documents)
-    stack, expected = [], []
-    for document in range(n_documents):
-        stack += [slot for slot, before in enumerate(opened) if before == document]
-        expected.append(stack.pop() if stack else -1)
-    assert bfd._match(np.array(opened, dtype=np.int64), n_documents).tolist() == expected
 
 
 @given(any_length())
@@ -219,15 +196,6 @@ def test_same_plan_in_every_process() -> None:
         for seed in ("0", "1")
     }
     assert len(digests) == 1
-
-
-def test_select_reorders_packs() -> None:
-    lengths = np.array([4, 3, 9, 2, 1, 7])
-    for packing in (pack(lengths, 9), pack(lengths, 4, "bfd_split")):
-        order = list(reversed(range(len(packing))))[:-1]
-        chosen = packing.select(order)
-        assert [b.tolist() for b in chosen.bins] == [packing.documents(i).tolist() for i in order]
-        assert chosen.fills(lengths).tolist() == packing.fills(lengths)[order].tolist()
 
 
 @pytest.mark.parametrize(
