@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 import longctx
 from longctx.launch.accelerate import relaunch, who_starts
-from longctx.launch.interrupts import interrupts_end
 from longctx.launch.slurm import join_step
 from longctx.launch.store import check_restarts
-from longctx.launch.terminal import end_refused, quieten, say_hello
+from longctx.launch.terminal import end_refused, interrupts_end, quieten, say_hello
 from longctx.ranks import is_first_on_node, is_first_rank
 from longctx.settings.flags import SFT
 from longctx.settings.help import help_asked

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from longctx.ranks import is_first_on_node, is_first_rank
 
@@ -32,6 +37,28 @@ def say_hello(version: str) -> None:
     if HAS_STARTED not in os.environ:
         os.environ[HAS_STARTED] = "1"
         print(f"longctx {version} is starting: PyTorch and transformers are being loaded", flush=True)
+
+
+@contextmanager
+def interrupts_end() -> Iterator[None]:
+    """End the process with one line if SIGINT comes within the context, in place of tracebacks of all ranks.
+
+    Training replaces this: it saves first (`longctx.training.callbacks.StopOnSignal`).
+    """
+    if threading.current_thread() is not threading.main_thread():  # only that one may handle signals
+        yield
+        return
+    before = signal.signal(signal.SIGINT, _end_interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end_interrupted(number: int, frame: FrameType | None) -> None:
+    if is_first_rank():
+        os.write(2, b"\nlongctx: interrupted. Nothing more is saved.\n")  # print could be interrupted within itself
+    os._exit(INTERRUPTED)
 
 
 def quieten() -> None:

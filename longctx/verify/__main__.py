@@ -14,8 +14,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from longctx.launch.interrupts import interrupts_end
-from longctx.launch.terminal import end_refused, quieten
+from longctx.launch.terminal import end_refused, interrupts_end, quieten
 from longctx.settings.flags import SFT
 from longctx.settings.help import help_asked
 from longctx.settings.launcher import Launcher
