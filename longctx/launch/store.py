@@ -144,7 +144,7 @@ def share_decision(decided: Mapping[str, Any] | None, seconds: float) -> dict[st
     number = next(_decisions)
     renew_store(os.environ)
     if STORE_FILE in os.environ:
-        return _share_by_file(decided, Path(os.environ[STORE_FILE]).with_name(f"decision-{number}"), seconds)
+        return _share_by_file(decided, Path(os.environ[STORE_FILE]).parent, number, seconds)
     from torch.distributed import TCPStore
 
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -175,19 +175,19 @@ def _wait_for_readers(store: TCPStore, key: str, readers: int) -> None:
         time.sleep(0.05)
 
 
-def _share_by_file(decided: Mapping[str, Any] | None, path: Path, seconds: float) -> dict[str, Any]:
+def _share_by_file(decided: Mapping[str, Any] | None, folder: Path, number: int, seconds: float) -> dict[str, Any]:
     if decided is not None:
-        with written_whole(path) as unfinished:
+        with written_whole(folder / f"decision-{number}") as unfinished:
             unfinished.write_text(json.dumps(decided))
     until = time.monotonic() + seconds
-    while not path.exists():
+    while not (found := decision_in(folder, number)):
         if time.monotonic() > until:
             raise ValueError(f"rank 0 has decided nothing for {seconds:.0f} s (--ddp_timeout). Start the run anew.")
         time.sleep(0.05)
-    return dict(json.loads(path.read_text()))
+    return found
 
 
-def decision_in(folder: Path) -> dict[str, Any]:
+def decision_in(folder: Path, number: int = 0) -> dict[str, Any]:
     """Return what rank 0 of the run of a private folder has decided; nothing if it has not yet."""
-    path = folder / "decision-0"
+    path = folder / f"decision-{number}"
     return dict(json.loads(path.read_text())) if path.exists() else {}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
+from trl import SFTConfig
 
 from longctx.data import DataError, name_data
 from longctx.launch.console import Line, say, show, show_result, show_summary
@@ -96,27 +97,23 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
 class _Stamp(TrainerCallback):
     """Records after each step that the run is alive."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        stamp(self.folder)
+    def on_step_end(self, args: SFTConfig, *_: Any, **__: Any) -> None:  # type: ignore[override]
+        if args.should_save:
+            stamp(Path(args.output_dir))
 
 
 @contextmanager
 def _marked(trainer: SequenceTrainer) -> Iterator[None]:
     """Keep run.json up to date: the time of the last step, and at the end whether the run has taken all of them."""
-    folder, is_owner = Path(trainer.args.output_dir), trainer.args.should_save
+    trainer.add_callback(_Stamp())
     finished = None
-    if is_owner:
-        trainer.add_callback(_Stamp(folder))
     try:
         yield
         if trainer.stop_on_signal.stopped_by is None:
             finished = trainer.state.global_step
     finally:
-        if is_owner:
-            end(folder, finished=finished)
+        if trainer.args.should_save:
+            end(Path(trainer.args.output_dir), finished=finished)
 
 
 def _check_labels_seen(trainer: SequenceTrainer, prepared: PreparedRun) -> None:
