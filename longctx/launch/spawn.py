@@ -91,10 +91,8 @@ def spawn(
             rank.send_signal(number)
 
     with private_folder() as folder:
-        handled = [
-            number for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP
-        ]
-        before = {number: signal.signal(number, pass_on) for number in handled}
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # by nohup
+        before = {number: signal.signal(number, pass_on) for number in PASSED_ON if number not in ignored}
         try:
             while len(ranks) < num_processes and not asked:
                 env = environment_of(len(ranks), num_processes, folder)

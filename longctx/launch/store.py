@@ -126,8 +126,8 @@ def renew_store(env: MutableMapping[str, str]) -> None:
 
 # What rank 0 decides, before there is a process group
 
-READ_SECONDS = 60.0
-"""Time for ranks to read what rank 0 has decided, if its process keeps the store and ends."""
+READ_SECONDS = 10.0
+"""By how much other ranks may be slower than rank 0, whose process keeps the store until they have read it and ends."""
 _decisions = itertools.count()
 
 
@@ -169,8 +169,13 @@ def share_decision(decided: Mapping[str, Any] | None, seconds: float) -> dict[st
 
 
 def _wait_for_readers(store: TCPStore, key: str, readers: int) -> None:
-    """Keep the store of a process that ends until all ranks have read what it has decided."""
-    until = time.monotonic() + READ_SECONDS
+    """Keep the store of a process that ends until all ranks have read what it has decided.
+
+    They started when it did, so those that have not come after twice its time, and READ_SECONDS, do not come.
+    """
+    import psutil
+
+    until = time.monotonic() + READ_SECONDS + time.time() - psutil.Process().create_time()
     while store.add(key, 0) < readers and time.monotonic() < until:
         time.sleep(0.05)
 

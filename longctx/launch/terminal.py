@@ -66,8 +66,7 @@ def quieten() -> None:
     if not is_first_rank():
         warnings.simplefilter("ignore")
     for message in BETWEEN_LIBRARIES:
-        for category in (FutureWarning, UserWarning):
-            warnings.filterwarnings("ignore", message=message, category=category)
+        warnings.filterwarnings("ignore", message=message)
 
 
 def end_refused(
