@@ -193,8 +193,9 @@ def _earlier(run: Run, args: SFTConfig) -> tuple[datetime, int | None, bool]:
                 began = read_manifest(checkpoint).began
         return began, record.finished if record else None, checkpoint is not None
 
-    began, *found = broadcast_object(on_all_ranks(look) or (datetime.now().isoformat(), None, False))
-    return datetime.fromisoformat(began), *found
+    found = on_all_ranks(look) or (datetime.now().isoformat(), None, False)
+    began, finished, has_checkpoint = broadcast_object(found)
+    return datetime.fromisoformat(began), finished, has_checkpoint
 
 
 def _with_data(run: Run, args: SFTConfig, data: TrainingData | StreamedData) -> Run:
