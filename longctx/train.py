@@ -7,24 +7,27 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import longctx
+from longctx.launch import spawn
 from longctx.launch.accelerate import relaunch, who_starts
-from longctx.launch.interrupts import interrupts_end
 from longctx.launch.slurm import join_step
 from longctx.launch.store import check_restarts
-from longctx.launch.terminal import end_refused, quieten, say_hello
-from longctx.ranks import is_first_on_node, is_first_rank
+from longctx.launch.terminal import USAGE_ERROR, end_refused, interrupts_end, quieten, say_hello
+from longctx.ranks import FAILED, is_first_on_node, is_first_rank
 from longctx.settings.flags import SFT
 from longctx.settings.help import help_asked
 from longctx.settings.launcher import Launcher, read_profile
+from longctx.settings.processes import count_to_start
 from longctx.settings.read import parse_flags
 from longctx.settings.schema import Method
 from longctx.settings.values import Settings
+from longctx.training.engines import prefer_huge_pages, set_up_allocators
+from longctx.upstream.deepspeed_internals import stay_on_cpu
 
 if TYPE_CHECKING:
     from longctx.settings.run import Run
@@ -35,28 +38,59 @@ def main(arguments: list[str] | None = None, method: Method = SFT) -> int:
 
     Flags, the YAML file and the launcher's profile are checked before torch is imported.
     """
+    return start(arguments, method, _carry_out, how_to_resume=how_to_resume)
+
+
+def start(
+    arguments: list[str] | None,
+    method: Method,
+    work: Callable[[Run], int],
+    *,
+    complete: Callable[[Settings, Launcher], Settings] = lambda settings, _: settings,
+    decide: Callable[[Run], Run] = lambda run: run,
+    how_to_resume: Callable[[str], str] | None = None,
+    messages: TextIO | None = None,
+) -> int:
+    """Resolve a run in each of its processes, which a launcher or this function starts, and return what `work` returns.
+
+    Args:
+        arguments: the command line; None for that of this process.
+        complete: adds to the settings what the command sets itself.
+        decide: what the command decides besides, or refuses by a ValueError.
+        how_to_resume: returns how to go on from a run in a folder, after a process was killed.
+        messages: where to print what is not the command's result; stdout if None.
+    """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     arguments = sys.argv[1:] if arguments is None else arguments
     if text := help_asked(arguments, method):
         if is_first_rank():
             print(text)
         return 0
-    try:
-        settings = parse_flags(arguments, method)
-        if settings["accelerate_config"] is not None and is_first_rank():
-            say_hello(longctx.__version__)  # accelerate's launcher takes seconds, too
-        launcher = take_over(settings, method.module)
-        from longctx.settings.processes import count_to_start
-
-        started = count_to_start(settings, launcher)
-    except ValueError as error:
-        return end_refused(error)
-    with interrupts_end():
-        if is_first_rank():
-            say_hello(longctx.__version__)
-        if started:
-            return start(started, settings, launcher, print, how_to_resume)
-        return _main(settings, launcher)
+    with redirect_stdout(messages or sys.stdout):
+        try:
+            settings = parse_flags(arguments, method)
+            launcher = take_over(settings, method.module)
+            settings = complete(settings, launcher)
+            count = count_to_start(settings, launcher)
+        except ValueError as error:
+            return end_refused(error)
+        with interrupts_end():
+            if is_first_rank():
+                say_hello(longctx.__version__)
+            if count:
+                who = who_starts(count, method.module, only_one_started=launcher.only_one_started)
+                print(f"longctx: {who}", flush=True)
+                return spawn.spawn(count, list(settings.arguments), method.module, how_to_resume=how_to_resume)
+            quieten()
+            prefer_huge_pages()
+            set_up_allocators()
+            try:
+                with _without_collections():
+                    from longctx.settings.resolve import resolve_together
+                run = resolve_together(settings, launcher, os.environ, decide)
+            except ValueError as error:
+                return end_refused(error)
+            return work(run)
 
 
 def take_over(settings: Settings, module: str) -> Launcher:
@@ -70,25 +104,13 @@ def take_over(settings: Settings, module: str) -> Launcher:
         join_step(os.environ)
     launcher = read_profile()
     if settings["accelerate_config"] is not None:
+        if is_first_rank():
+            say_hello(longctx.__version__)  # accelerate's launcher takes seconds, too
+        if spawn.device_count() == 0:
+            stay_on_cpu()  # else DeepSpeed, which it imports, says on stdout that it looks for a GPU
         is_launched = launcher.launched or launcher.by_accelerate
         relaunch(settings, settings.arguments, is_launched=is_launched, module=module)
     return launcher
-
-
-def start(
-    count: int,
-    settings: Settings,
-    launcher: Launcher,
-    say: Callable[[str], object],
-    how_to_resume: Callable[[str], str] | None = None,
-) -> int:
-    """Say that this process starts others, do so, and return their exit code. They get the flags that it was given."""
-    from longctx.launch.spawn import spawn
-
-    module = settings.method.module
-    say(f"longctx: {who_starts(count, module, only_one_started=launcher.only_one_started)}")
-    sys.stdout.flush()
-    return spawn(count, list(settings.arguments), module, how_to_resume=how_to_resume)
 
 
 def how_to_resume(output_dir: str) -> str:
@@ -98,26 +120,15 @@ def how_to_resume(output_dir: str) -> str:
     return how_to_resume(Path(output_dir))
 
 
-def _main(settings: Settings, launcher: Launcher) -> int:
-    from longctx.training.engines import prefer_huge_pages, set_up_allocators
-
-    quieten()
-    prefer_huge_pages()
-    set_up_allocators()
-    with _without_collections():
-        from longctx.launch.failures import failures_told
-        from longctx.settings.resolve import resolve_together
-
-    try:
-        run = resolve_together(settings, launcher, os.environ)
-    except ValueError as error:
-        return end_refused(error)
+def _carry_out(run: Run) -> int:
+    """Do what the flags ask for, and return the exit code."""
     if run.settings["dry_run"]:
         return dry_run(run) if is_first_rank() else 0
     if run.settings["prepare_only"]:
         return prepare_only(run)
-    from longctx.report.memory_advice import out_of_memory_explained
-
+    with _without_collections():
+        from longctx.launch.failures import failures_told
+        from longctx.report.memory_advice import out_of_memory_explained
     resume = partial(how_to_resume, run.settings["output_dir"])
     told = failures_told(resume, run.settings["ddp_timeout"], Path(run.settings["output_dir"]))
     with out_of_memory_explained(run), told:
@@ -128,8 +139,6 @@ def _train(run: Run) -> int:
     """Prepare processes and data, train the model, and return the exit code."""
     with _without_collections():
         from longctx.data import DataError
-        from longctx.launch.terminal import USAGE_ERROR
-        from longctx.ranks import FAILED
         from longctx.ranks.agreement import RefusedOnAllRanks
         from longctx.run import finish, fit, load, prepare
         from longctx.training.beforehand import UntrainableError
@@ -178,7 +187,6 @@ def _without_collections() -> Iterator[None]:
 def dry_run(run: Run) -> int:
     """Print the resolved run and what it finds on this machine, and return the exit code."""
     from longctx.launch.console import show_summary
-    from longctx.upstream.deepspeed_internals import stay_on_cpu
 
     stay_on_cpu()
     from longctx.run.preflight import preflight
@@ -195,7 +203,6 @@ def dry_run(run: Run) -> int:
 def prepare_only(run: Run) -> int:
     """Tokenise and plan for later runs, once on each machine, and return the exit code."""
     from longctx.launch.console import Line, show
-    from longctx.upstream.deepspeed_internals import stay_on_cpu
 
     if not is_first_on_node():
         return 0

@@ -93,5 +93,5 @@ def verify_broken(broken, arguments):
 if __name__ == "__main__":
     if broken := os.environ.get("BREAK"):
         globals()[f"break_{broken}"]()
-    verify.MODULE = "tests.broken_verify"
+    verify.VERIFY = replace(verify.VERIFY, module="tests.broken_verify")
     sys.exit(verify.main())

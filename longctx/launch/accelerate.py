@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -43,25 +45,22 @@ def relaunch(
     chosen = {} if values["num_processes"] is None else {"num_processes": values["num_processes"]}
     machines: dict[str, Any] = {}
     if (step := read_step(os.environ)) is not None:
-        if max(step.tasks) > 1:
+        nodes = int(step["GROUP_WORLD_SIZE"])
+        if (tasks := math.ceil(int(step["WORLD_SIZE"]) / nodes)) > 1:
             raise ValueError(
-                f"--accelerate_config {name} in {max(step.tasks)} tasks on a node: accelerate launch starts the "
+                f"--accelerate_config {name} in {tasks} tasks on a node: accelerate launch starts the "
                 "processes of a node itself. Start one task a node (srun --ntasks-per-node 1), or leave the flag out "
                 "and set what the profile sets by flags."
             )
-        where = {"machine_rank": step.node, "main_process_ip": step.address, "main_process_port": step.port}
-        machines = {"num_machines": step.nodes, **where}
+        machines = {"num_machines": nodes, "machine_rank": step["GROUP_RANK"]}
+        machines |= {"main_process_ip": step["MASTER_ADDR"], "main_process_port": step["MASTER_PORT"]}
     machines |= {flag: values[flag] for flag in MACHINE_FLAGS if values[flag] is not None}
     if machines:  # else accelerate starts DeepSpeed's other nodes from the first one, by pdsh
         machines["deepspeed_multinode_launcher"] = "standard"
-    rest: list[str] = []
-    left = iter(arguments)
-    for argument in left:
-        flag, equals, _ = argument.partition("=")
-        if flag.lstrip("-").replace("-", "_") not in ("accelerate_config", *MACHINE_FLAGS) or flag[:2] != "--":
-            rest.append(argument)
-        elif not equals:
-            next(left)
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("accelerate_config", *MACHINE_FLAGS):
+        own.add_argument(f"--{flag}", f"--{flag.replace('_', '-')}")
+    rest = own.parse_known_args(arguments)[1]
     os.environ.update(without_working_directory())
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
     launcher += [word for flag, value in (chosen | machines).items() for word in (f"--{flag}", str(value))]

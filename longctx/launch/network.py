@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import MutableMapping
+from contextlib import suppress
 
 import psutil
 
@@ -21,26 +22,20 @@ def choose_interface(env: MutableMapping[str, str]) -> None:
     if "LOCAL_WORLD_SIZE" not in env:
         return
     if env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"]:
-        if loopback := _loopback():
+        if loopback := next((name for name, found in _interfaces().items() if "127.0.0.1" in found), None):
             env.setdefault("GLOO_SOCKET_IFNAME", loopback)
             env.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")
     elif "GLOO_SOCKET_IFNAME" not in env and _is_loopback(host := socket.gethostname()):
         env["GLOO_SOCKET_IFNAME"] = _interface_towards(env["MASTER_ADDR"], host)
 
 
-def _loopback() -> str | None:
-    """Return the name of the interface of 127.0.0.1, or None where none is up."""
-    states = psutil.net_if_stats()
-    for name, entries in psutil.net_if_addrs().items():
-        if states[name].isup and any(entry.address == "127.0.0.1" for entry in entries):
-            return name
-    return None
-
-
 def _interface_towards(address: str, host: str) -> str:
-    """Return the name of the interface by which this host reaches the address."""
-    interfaces = _interfaces()
-    towards = _address_towards(address)
+    """Return the name of the interface by which this host reaches the address; nothing is sent."""
+    interfaces = {name: found for name, found in _interfaces().items() if "127.0.0.1" not in found}
+    towards = ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((address, 9))
+        towards = probe.getsockname()[0]
     found = [name for name, addresses in interfaces.items() if towards in addresses] or list(interfaces)
     if len(found) != 1:
         raise ValueError(
@@ -59,20 +54,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def _interfaces() -> dict[str, set[str]]:
-    """Return the addresses of interfaces that are up, without loopbacks."""
+    """Return the addresses of interfaces that are up."""
     states, found = psutil.net_if_stats(), {}
     for name, entries in psutil.net_if_addrs().items():
         addresses = {entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)}
-        if addresses and states[name].isup and "127.0.0.1" not in addresses:
+        if addresses and states[name].isup:
             found[name] = addresses
     return found
-
-
-def _address_towards(host: str) -> str:
-    """Return this node's address on the route to another; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))
-        except OSError:
-            return ""
-        return probe.getsockname()[0]

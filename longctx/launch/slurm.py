@@ -9,7 +9,6 @@ import re
 import socket
 import sys
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
 
 _PORTS = range(12_000, 32_000)
 """Ports below those that Linux gives to outgoing connections."""
@@ -17,52 +16,35 @@ _STEPS_OF_A_JOB = 101
 """The first 101 steps of jobs whose numbers differ by at most 190 have distinct ports."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """What one task of `srun` knows of its step."""
+def read_step(env: Mapping[str, str]) -> dict[str, str] | None:
+    """Return what a launcher would set in this process; None if the process is no task of `srun`, or the only one.
 
-    tasks: tuple[int, ...]
-    """Tasks on each node."""
-    node: int
-    """Index of this task's node."""
-    local_rank: int
-    """Index of this task on its node."""
-    address: str
-    """Address of the first node."""
-    port: int
-
-    @property
-    def rank(self) -> int:
-        """This task's rank, counted node by node whatever --distribution is: ranks of a node are consecutive."""
-        return sum(self.tasks[: self.node]) + self.local_rank
-
-    @property
-    def nodes(self) -> int:
-        return len(self.tasks)
-
-
-def read_step(env: Mapping[str, str]) -> Step | None:
-    """Return this process's step; None if the process is no task, or the only one."""
+    Ranks of a node are consecutive, whatever --distribution is. The user's MASTER_ADDR and MASTER_PORT stay.
+    """
     if int(env.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
         return None
     if "SLURM_PTY_PORT" in env and sys.stdin.isatty():  # in a shell of srun --pty
         return None
-    tasks = _tasks(env["SLURM_STEP_TASKS_PER_NODE"])
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])  # such as 4(x2),3
+    tasks = [int(number) for number, nodes in groups for _ in range(int(nodes or 1))]
+    node, local_rank = int(env["SLURM_NODEID"]), int(env["SLURM_LOCALID"])
     job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
     reserved = env.get("SLURM_STEP_RESV_PORTS", "").split("-")[0]
-    return Step(
-        tasks=tasks,
-        node=int(env["SLURM_NODEID"]),
-        local_rank=int(env["SLURM_LOCALID"]),
-        address=env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"]),
-        port=int(env.get("MASTER_PORT") or reserved or _PORTS[(job * _STEPS_OF_A_JOB + step) % len(_PORTS)]),
-    )
+    known = {
+        "RANK": sum(tasks[:node]) + local_rank,
+        "WORLD_SIZE": sum(tasks),
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": tasks[node],
+        "GROUP_RANK": node,
+        "GROUP_WORLD_SIZE": len(tasks),
+        "MASTER_ADDR": env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"]),
+        "MASTER_PORT": env.get("MASTER_PORT") or reserved or _PORTS[(job * _STEPS_OF_A_JOB + step) % len(_PORTS)],
+    }
+    return {name: str(value) for name, value in known.items()}
 
 
 def join_step(env: MutableMapping[str, str]) -> None:
     """Set RANK, WORLD_SIZE and the like in a task of `srun`, unless a launcher in the task has.
-
-    The user's MASTER_ADDR and MASTER_PORT stay.
 
     Raises:
         ValueError: for `accelerate launch` in every task, which it does not connect, and for an unknown address.
@@ -72,28 +54,18 @@ def join_step(env: MutableMapping[str, str]) -> None:
         return
     if "ACCELERATE_MIXED_PRECISION" in env:
         raise ValueError(
-            f"accelerate launch started one process in each of srun's {sum(step.tasks)} tasks and does not connect "
+            f"accelerate launch started one process in each of srun's {step['WORLD_SIZE']} tasks and does not connect "
             "them. Leave it out, srun then connects its tasks: srun longctx train …; or start one task a node and in "
             "it accelerate launch with --num_machines, --machine_rank and --main_process_ip."
         )
     try:
-        socket.getaddrinfo(step.address, step.port)
+        socket.getaddrinfo(step["MASTER_ADDR"], step["MASTER_PORT"])
     except OSError as error:
         raise ValueError(
-            f"{socket.gethostname()} finds no address of {step.address}, the first node of this step ({error}). "
+            f"{socket.gethostname()} finds no address of {step['MASTER_ADDR']}, the first node of this step ({error}). "
             "Set MASTER_ADDR to an address that all nodes reach."
         ) from error
-    known = {
-        "RANK": step.rank,
-        "WORLD_SIZE": sum(step.tasks),
-        "LOCAL_RANK": step.local_rank,
-        "LOCAL_WORLD_SIZE": step.tasks[step.node],
-        "GROUP_RANK": step.node,
-        "GROUP_WORLD_SIZE": step.nodes,
-        "MASTER_ADDR": step.address,
-        "MASTER_PORT": step.port,
-    }
-    env.update({name: str(value) for name, value in known.items()})
+    env.update(step)
 
 
 def first_host(nodes: str) -> str:
@@ -102,9 +74,3 @@ def first_host(nodes: str) -> str:
     if first is None:
         raise ValueError(f"SLURM_STEP_NODELIST {nodes!r} names no host. Set MASTER_ADDR to the first node's address.")
     return re.sub(r"\[([^],-]+)[^]]*]", r"\1", first[0])
-
-
-def _tasks(per_node: str) -> tuple[int, ...]:
-    """Return each node's tasks: (4, 4, 3) for SLURM's `4(x2),3`."""
-    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node)
-    return tuple(int(tasks) for tasks, nodes in groups for _ in range(int(nodes or 1)))

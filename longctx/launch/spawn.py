@@ -14,6 +14,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from longctx.launch.store import decision_in, private_folder, store_file
 from longctx.ranks import FAILED
@@ -90,10 +91,8 @@ def spawn(
             rank.send_signal(number)
 
     with private_folder() as folder:
-        handled = [
-            number for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP
-        ]
-        before = {number: signal.signal(number, pass_on) for number in handled}
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # by nohup
+        before = {number: signal.signal(number, pass_on) for number in PASSED_ON if number not in ignored}
         try:
             while len(ranks) < num_processes and not asked:
                 env = environment_of(len(ranks), num_processes, folder)
@@ -106,14 +105,9 @@ def spawn(
             _stop(ranks)
             for number, handler in before.items():
                 signal.signal(number, handler)
-        if len(ranks) < num_processes:
+        if asked and (len(ranks) < num_processes or -asked[0] in codes):  # before ranks could save anything
             return 128 + asked[0]
         return _report(codes, [rank.pid for rank in ranks], seen, folder, how_to_resume)
-
-
-def _is_nohup(number: int) -> bool:
-    """Return whether this is the signal of a terminal that goes away, and the run is to go on without one."""
-    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 def environment_of(rank: int, num_processes: int, folder: Path) -> dict[str, str]:
@@ -151,29 +145,28 @@ def _report(
     how_to_resume: Callable[[str], str] | None,
 ) -> int:
     """Print why the process that failed first did, unless it has itself, and return its exit code; 0 if none failed."""
-    told = {rank: _told(folder, rank) for rank, code in enumerate(codes) if code}
+    told: dict[int, dict[str, Any]] = {}
+    for rank, code in enumerate(codes):
+        if code:
+            path = _error_file(folder, rank)
+            told[rank] = json.loads(path.read_text())["message"] if path.exists() else {"extraInfo": {}}
     if not told:
         return 0
-    # Others may have ended because of it: by SIGTERM, or saying that they failed later.
-    first = min(told, key=lambda rank: (codes[rank] == -signal.SIGTERM, float(told[rank].get("timestamp", int(seen)))))
+
+    def when(rank: int) -> tuple[bool, float]:
+        """Others may have ended because of it: by SIGTERM, or saying that they failed later."""
+        return codes[rank] == -signal.SIGTERM, float(told[rank]["extraInfo"].get("timestamp", int(seen)))
+
+    first = min(told, key=when)
     code = codes[first] or FAILED
     if code < 0:
         message = died(f"rank {first} (pid {pids[first]})", signal.Signals(-code).name)
         output_dir = decision_in(folder).get("output_dir")
         resume = how_to_resume(output_dir) if how_to_resume and output_dir else ""
         print(f"longctx: error: {message} {resume}".rstrip(), file=sys.stderr, flush=True)
-    elif told[first].get("is_left"):
+    elif told[first]["extraInfo"].get("is_left"):
         print(f"longctx: error on rank {first}: {told[first]['message']}", file=sys.stderr, flush=True)
     return code if code > 0 else FAILED
-
-
-def _told(folder: Path, rank: int) -> dict[str, str]:
-    """Return what a rank says of its failure: its message, the time of it, and whether it leaves it to be printed."""
-    path = _error_file(folder, rank)
-    if not path.exists():
-        return {}
-    message = json.loads(path.read_text())["message"]
-    return {"message": message["message"], **message["extraInfo"]}
 
 
 def died(rank: str, by: str = "") -> str:

@@ -8,7 +8,7 @@ the next run removes it.
 
 torchrun's agent keeps one store for all its attempts (in torch 2.13 and earlier; see pytorch issue 135712). A rank of
 the second attempt may read what the first wrote there, such as an address of gloo or NCCL, before it is overwritten. So
-a restarted group gets a store without the keys of ended processes.
+a restarted group meets in a folder of its own, too.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longctx.ranks import is_first_rank
 from longctx.untrusted.files import written_whole
 
 if TYPE_CHECKING:
@@ -43,10 +42,7 @@ _PREFIX = "longctx-run-"
 @contextmanager
 def private_folder() -> Iterator[Path]:
     """Make a folder of mode 0700 for a run's stores, and remove it at the end."""
-    _remove_abandoned()
-    new = Path(tempfile.mkdtemp(prefix="longctx-new-", dir=_temporary_folder()))
-    lock = _hold(new)
-    folder = new.rename(new.with_name(_PREFIX + new.name.removeprefix("longctx-new-")))
+    folder, lock = _new_folder()
     try:
         yield folder
     finally:
@@ -59,38 +55,28 @@ def store_file(folder: Path) -> dict[str, str]:
     return {STORE_FILE: str(folder / "store")}
 
 
-def meeting_point(env: Mapping[str, str]) -> dict[str, Any]:
+def meeting_point(env: MutableMapping[str, str]) -> dict[str, Any]:
     """Return the keywords of `init_process_group` for a rank: the file store it was given, else torch's defaults."""
+    renew_store(env)
     if STORE_FILE not in env:
         return {}
     path = Path(env[STORE_FILE])
-    lock = _hold(path.parent)
-    atexit.register(_leave, path.parent, lock)
+    atexit.register(_leave, path.parent, _hold(path.parent))
     return {"init_method": f"file://{path}", "rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
 
 
-def listen_on_loopback() -> TCPStore:
-    """Start the server of a TCPStore that other machines cannot reach; torch's own listens on every interface."""
-    from torch.distributed import TCPStore
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(socket.SOMAXCONN)
-        port = listener.getsockname()[1]
-        return TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=listener.detach(),
-        )
-
-
-def _temporary_folder() -> str:
-    """Return where folders are made: TMPDIR, unless torch would take a part of its name for the query of a URL."""
-    folder = tempfile.gettempdir()
-    return "/tmp" if re.search(r"[?#\s]", folder) else folder
+def _new_folder() -> tuple[Path, int]:
+    """Make a private folder and hold it, after removing this user's folders that no process holds any more."""
+    temporary = tempfile.gettempdir()
+    if re.search(r"[?#\s]", temporary):  # of which torch would take a part for the query of a URL
+        temporary = "/tmp"
+    for folder in Path(temporary).glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if folder.lstat().st_uid == os.getuid():
+                _leave(folder, _hold(folder))
+    new = Path(tempfile.mkdtemp(prefix="longctx-new-", dir=temporary))  # not yet under the name that is looked for
+    lock = _hold(new)
+    return new.rename(new.with_name(_PREFIX + new.name.removeprefix("longctx-new-"))), lock
 
 
 def _hold(folder: Path) -> int:
@@ -108,16 +94,7 @@ def _leave(folder: Path, lock: int) -> None:
     os.close(lock)
 
 
-def _remove_abandoned() -> None:
-    """Remove this user's folders that no process holds any more."""
-    for folder in Path(_temporary_folder()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):
-            if folder.lstat().st_uid == os.getuid():
-                _leave(folder, _hold(folder))
-
-
 _SHARED = "TORCHELASTIC_USE_AGENT_STORE"
-_server: TCPStore | None = None  # lives as long as its process
 
 
 def check_restarts() -> None:
@@ -131,29 +108,27 @@ def check_restarts() -> None:
         )
 
 
-def renew_store() -> None:
-    """On one node, give a restarted process group its own store. Call this before the group is made."""
-    global _server
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if os.environ.get(_SHARED) != "True" or attempt == "0":
+def renew_store(env: MutableMapping[str, str]) -> None:
+    """On one node, give a restarted process group a file store in a folder of rank 0's."""
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if env.get(_SHARED) != "True" or attempt == "0" or STORE_FILE in env:
         return
     from torch.distributed import TCPStore
 
-    agents = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    key = f"longctx/port/{attempt}"
-    if is_first_rank():
-        _server = listen_on_loopback()
-        agents.set(key, str(_server.port))
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", agents.get(key).decode()
-    os.environ[_SHARED] = "False"
+    agents = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+    key = f"longctx/folder/{attempt}"
+    if env["RANK"] == "0":
+        folder, lock = _new_folder()
+        atexit.register(_leave, folder, lock)
+        agents.set(key, str(folder))
+    env.update(store_file(Path(agents.get(key).decode())))
 
 
 # What rank 0 decides, before there is a process group
 
-READ_SECONDS = 60.0
-"""Time for ranks to read what rank 0 has decided, if its process keeps the store and is to end."""
+READ_SECONDS = 10.0
+"""By how much other ranks may be slower than rank 0, whose process keeps the store until they have read it and ends."""
 _decisions = itertools.count()
-_kept: dict[str, TCPStore] = {}  # by the key of what it holds; the process group's store shares its server
 
 
 def share_decision(decided: Mapping[str, Any] | None, seconds: float) -> dict[str, Any]:
@@ -167,54 +142,57 @@ def share_decision(decided: Mapping[str, Any] | None, seconds: float) -> dict[st
         ValueError: if rank 0 cannot be reached.
     """
     number = next(_decisions)
+    renew_store(os.environ)
     if STORE_FILE in os.environ:
-        return _share_by_file(decided, Path(os.environ[STORE_FILE]).with_name(f"decision-{number}"), seconds)
-    renew_store()
+        return _share_by_file(decided, Path(os.environ[STORE_FILE]).parent, number, seconds)
     from torch.distributed import TCPStore
 
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosts = decided is not None and os.environ.get(_SHARED) != "True"
     key = f"longctx/decision/{os.environ['WORLD_SIZE']}/{number}"
+    options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True, "timeout": timedelta(seconds=seconds)}
     try:
-        store = TCPStore(
-            *place, is_master=hosts, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=seconds)
-        )
+        store = TCPStore(*place, is_master=hosts, **options)  # the process group's store will share its server
         if decided is None:
             decided = json.loads(store.get(key))
             store.add(f"{key}/read", 1)
-            return dict(decided)
-        store.set(key, json.dumps(decided))
+        else:
+            store.set(key, json.dumps(decided))
     except RuntimeError as error:
         raise ValueError(
             f"rank {os.environ['RANK']} on {socket.gethostname()} and rank 0 do not meet at {place[0]}:{place[1]} "
             f"({str(error).splitlines()[0]}). Check that all nodes reach this address."
         ) from error
     if hosts:
-        _kept[key] = store
+        atexit.register(_wait_for_readers, store, f"{key}/read", int(os.environ["WORLD_SIZE"]) - 1)
     return dict(decided)
 
 
-def decision_in(folder: Path) -> dict[str, Any]:
-    """Return what rank 0 of the run of a private folder has decided; nothing if it has not yet."""
-    path = folder / "decision-0"
-    return dict(json.loads(path.read_text())) if path.exists() else {}
+def _wait_for_readers(store: TCPStore, key: str, readers: int) -> None:
+    """Keep the store of a process that ends until all ranks have read what it has decided.
+
+    They started when it did, so those that have not come after twice its time, and READ_SECONDS, do not come.
+    """
+    import psutil
+
+    until = time.monotonic() + READ_SECONDS + time.time() - psutil.Process().create_time()
+    while store.add(key, 0) < readers and time.monotonic() < until:
+        time.sleep(0.05)
 
 
-def wait_for_readers() -> None:
-    """Keep the store until all ranks have read what rank 0 has decided, before its process ends."""
-    until = time.monotonic() + READ_SECONDS
-    for key, store in _kept.items():
-        while store.add(f"{key}/read", 0) < int(os.environ["WORLD_SIZE"]) - 1 and time.monotonic() < until:
-            time.sleep(0.05)
-
-
-def _share_by_file(decided: Mapping[str, Any] | None, path: Path, seconds: float) -> dict[str, Any]:
+def _share_by_file(decided: Mapping[str, Any] | None, folder: Path, number: int, seconds: float) -> dict[str, Any]:
     if decided is not None:
-        with written_whole(path) as unfinished:
+        with written_whole(folder / f"decision-{number}") as unfinished:
             unfinished.write_text(json.dumps(decided))
     until = time.monotonic() + seconds
-    while not path.exists():
+    while not (found := decision_in(folder, number)):
         if time.monotonic() > until:
             raise ValueError(f"rank 0 has decided nothing for {seconds:.0f} s (--ddp_timeout). Start the run anew.")
         time.sleep(0.05)
-    return dict(json.loads(path.read_text()))
+    return found
+
+
+def decision_in(folder: Path, number: int = 0) -> dict[str, Any]:
+    """Return what rank 0 of the run of a private folder has decided; nothing if it has not yet."""
+    path = folder / f"decision-{number}"
+    return dict(json.loads(path.read_text())) if path.exists() else {}

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from longctx.ranks import is_first_on_node, is_first_rank
 
@@ -34,13 +39,34 @@ def say_hello(version: str) -> None:
         print(f"longctx {version} is starting: PyTorch and transformers are being loaded", flush=True)
 
 
+@contextmanager
+def interrupts_end() -> Iterator[None]:
+    """End the process with one line if SIGINT comes within the context, in place of tracebacks of all ranks.
+
+    Training replaces this: it saves first (`longctx.training.callbacks.StopOnSignal`).
+    """
+    if threading.current_thread() is not threading.main_thread():  # only that one may handle signals
+        yield
+        return
+    before = signal.signal(signal.SIGINT, _end_interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end_interrupted(number: int, frame: FrameType | None) -> None:
+    if is_first_rank():
+        os.write(2, b"\nlongctx: interrupted. Nothing more is saved.\n")  # print could be interrupted within itself
+    os._exit(INTERRUPTED)
+
+
 def quieten() -> None:
     """Show warnings on the first rank only, and none that one library gives another."""
     if not is_first_rank():
         warnings.simplefilter("ignore")
     for message in BETWEEN_LIBRARIES:
-        for category in (FutureWarning, UserWarning):
-            warnings.filterwarnings("ignore", message=message, category=category)
+        warnings.filterwarnings("ignore", message=message)
 
 
 def end_refused(

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from longctx.launch.store import wait_for_readers
 from longctx.ranks import hang, is_first_on_node
 from longctx.ranks.peers import LEAVE_SECONDS, Peers, current_peers
 
@@ -181,7 +180,6 @@ def exit_with_others(seconds: float = LEAVE_SECONDS) -> None:
     """
     hang.WATCH.stop()
     if not dist.is_initialized():
-        wait_for_readers()
         return
     with suppress(RuntimeError):  # the store is gone with the rank that kept it
         store = dist.distributed_c10d._get_default_store()

@@ -40,9 +40,6 @@ from longctx.training.trainer import SequenceTrainer
 from longctx.untrusted.files import is_template_file
 from longctx.upstream.accelerate_internals import configure_fsdp, fsdp2_plugin
 
-LAYER_KEYWORDS = ("selective", "whole_layers", "offload")
-"""Keywords of checkpointing that longctx.parallelize carries out."""
-
 
 def load(prepared: PreparedRun) -> PreTrainedModel:
     """Choose among the attention kernels that were asked for, and read the weights, on all ranks together.
@@ -145,7 +142,8 @@ def _prepare_for_trainer(prepared: PreparedRun, model: PreTrainedModel) -> None:
     args, template = prepared.args, prepared.run.settings["chat_template_path"]
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):  # one argument, two names
         if given := getattr(args, name, None):
-            setattr(args, name, {key: value for key, value in given.items() if key not in LAYER_KEYWORDS})
+            of_longctx = ("selective", "whole_layers", "offload")  # which longctx.parallelize carries out
+            setattr(args, name, {key: value for key, value in given.items() if key not in of_longctx})
     if args.gradient_checkpointing and prepared.run.settings["use_peft"]:
         model.enable_input_require_grads()
     if template and is_template_file(template):
@@ -153,24 +151,22 @@ def _prepare_for_trainer(prepared: PreparedRun, model: PreTrainedModel) -> None:
 
 
 def _objective(prepared: PreparedRun, sequence: SequenceParallel) -> Objective:
-    """Return the loss and the metrics of the run's method."""
-    settings = prepared.run.settings
+    """Return the loss and the metrics of the run's method.
+
+    A reference model's log-probabilities are known by what decides how its forward pass rounds, besides the model, its
+    dtype and what is computed together.
+    """
+    run, settings, device = prepared.run, prepared.run.settings, sequence.device
     if not is_preference(settings):
         return Objective(sequence, settings["label_smoothing_factor"])
-    identity = {**prepared.reference_identity, "arithmetic": _arithmetic(prepared, sequence)}
-    return ReferencedPreferenceLoss(
-        sequence, settings, identity=identity, batch_size=settings["precompute_ref_batch_size"]
-    )
-
-
-def _arithmetic(prepared: PreparedRun, sequence: SequenceParallel) -> str:
-    """Return what decides how a forward pass rounds, besides the model, its dtype and what is computed together."""
-    run, device = prepared.run, sequence.device
     compiled = (f"torch_compile{name}" for name in ("", "_backend", "_mode"))
-    flags = [run.settings[name] for name in ("attn_implementation", "pad_to_multiple_of", *compiled)]
+    flags = [settings[name] for name in ("attn_implementation", "pad_to_multiple_of", *compiled)]
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.get_num_threads()
     of_run = (run.dims, run.backend.arrangement, run.engine, run.memory_options, run.overlaps_exchange, run.liger_parts)
-    return repr((*of_run, *flags, place, torch.__version__))
+    arithmetic = repr((*of_run, *flags, place, torch.__version__))
+    identity = {**prepared.reference_identity, "arithmetic": arithmetic}
+    batch_size = settings["precompute_ref_batch_size"]
+    return ReferencedPreferenceLoss(sequence, settings, identity=identity, batch_size=batch_size)
 
 
 def _check_kernels(prepared: PreparedRun, model: PreTrainedModel) -> None:
@@ -184,8 +180,5 @@ def _check_kernels(prepared: PreparedRun, model: PreTrainedModel) -> None:
 
 def attention_kernel(prepared: PreparedRun, model: PreTrainedModel) -> Kernel:
     """Return the kernel that computes attention in training."""
-    return kernel_of(model.config, prepared.args.device, _activation_dtype(prepared, model))
-
-
-def _activation_dtype(prepared: PreparedRun, model: PreTrainedModel) -> torch.dtype:
-    return torch.bfloat16 if prepared.args.bf16 else model.dtype
+    dtype = torch.bfloat16 if prepared.args.bf16 else model.dtype
+    return kernel_of(model.config, prepared.args.device, dtype)

@@ -49,8 +49,7 @@ def preflight(run: Run) -> list[Line]:
         *(Line("note", note) for note in template_notes(run.settings, tokenizer, run.model_config)),
         *_describe_data(documents, run.settings),
         Line("sample", _decoded(documents[0], tokenizer)),
-        Line("files", _describe_files(run)),
-        *_describe_generation_config(run),
+        *_describe_files(run),
         Line("disk", _describe_disk(run)),
         *run.describe_batch(),
         *_describe_time(run),
@@ -65,11 +64,10 @@ def _describe_data(documents: Sequence[Mapping[str, NDArray[Any]]], settings: Ma
     """
     lengths = [len(document["input_ids"]) for document in documents]
     learnt = sum(int((_labels(document)[1:] != IGNORE_INDEX).sum()) for document in documents)
-    share = learnt / sum(lengths)
     yield Line(
         "records",
-        f"{len(lengths):,} documents were read: {sum(lengths):,} tokens, {learnt:,} of them ({share:.0%}) trained on, "
-        f"{max(lengths):,} in the longest document",
+        f"{len(lengths):,} documents were read: {sum(lengths):,} tokens, {learnt:,} of them "
+        f"({learnt / sum(lengths):.0%}) trained on, {max(lengths):,} in the longest document",
     )
     if not (too_long := sum(length > settings["max_length"] for length in lengths)):
         return
@@ -110,29 +108,27 @@ def _decoded(document: Mapping[str, NDArray[Any]], tokenizer: PreTrainedTokenize
     return "".join(parts) + mask
 
 
-def _describe_files(run: Run) -> str:
-    """Return what is known of the files with the model's weights.
+def _describe_files(run: Run) -> Iterator[Line]:
+    """Yield what is known of the files with the model's weights.
 
     Raises:
         ValueError: if a folder has none.
     """
-    name = run.settings["model_name_or_path"]
+    name, revision = run.settings["model_name_or_path"], run.settings["model_revision"]
     if name == TINY:
-        return "the model is built in"
-    files = weight_files(name, run.settings["model_revision"])
-    if files:
+        found = "the model is built in"
+    elif files := weight_files(name, revision):
         size = sum(file.stat().st_size for file in files)
-        return f"the model's weights are {len(files)} file{'s' * (len(files) > 1)} of {size / GB:.1f} GB in {name}"
-    if Path(name).is_dir():
+        found = f"the model's weights are {len(files)} file{'s' * (len(files) > 1)} of {size / GB:.1f} GB in {name}"
+    elif Path(name).is_dir():
         raise ValueError(
             f"--model_name_or_path {name} has a configuration and no weights. Complete the folder, or download it "
             f"again."
         )
-    return f"the weights of {name} are downloaded when the run starts, unless they are in the cache"
-
-
-def _describe_generation_config(run: Run) -> Iterator[Line]:
-    if damage := damage_of_generation_config(run.settings["model_name_or_path"], run.settings["model_revision"]):
+    else:
+        found = f"the weights of {name} are downloaded when the run starts, unless they are in the cache"
+    yield Line("files", found)
+    if damage := damage_of_generation_config(name, revision):
         yield Line("files", f"transformers cannot use generation_config.json: {damage}. It is copied unchanged")
 
 
@@ -141,16 +137,15 @@ def _describe_disk(run: Run) -> str:
     settings = run.settings
     sizes = ModelSizes.of_config(run.model_config)
     trained = settings["lora_r"] * adapter_rows(sizes) if settings["use_peft"] else sizes.num_parameters
-    model = WEIGHT_BYTES * trained
+    needed = model = WEIGHT_BYTES * trained
     folder = Path(settings["output_dir"]).absolute()
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     free = shutil.disk_usage(there).free
-    if settings["save_strategy"] == "no":
-        needed, text = model, f"the model takes about {_gb(model)}, and no checkpoints are saved"
-    else:
+    text = f"the model takes about {_gb(model)}, and no checkpoints are saved"
+    if settings["save_strategy"] != "no":
         checkpoint = model + (0 if settings["save_only_model"] else STATE_BYTES * trained)
         kept = settings["save_total_limit"]
-        needed = model + checkpoint * (kept or 1)
+        needed += checkpoint * (kept or 1)
         limit = f"--save_total_limit keeps {kept}" if kept else "without --save_total_limit all of them are kept"
         text = f"a checkpoint takes about {_gb(checkpoint)}, and {limit}"
     lacks = "" if needed <= free else f"; THIS IS TOO LITTLE for {_gb(needed)}"
@@ -162,15 +157,13 @@ def _gb(size: float) -> str:
 
 
 def _describe_time(run: Run) -> Iterator[Line]:
-    """Yield the predicted time of the whole run, if both the speed and the number of steps are known."""
-    steps = run.settings["max_steps"]
-    seconds = None if run.forecast is None or not run.forecast.machine.is_known else run.forecast.step_seconds
-    if seconds is not None and steps > 0:
-        yield Line("time", f"{steps:,} steps × {seconds:.3g} s = {_duration(steps * seconds)} (predicted)")
-    elif seconds is not None:
+    """Yield the predicted time of the whole run, or of a step where an epoch's steps are not yet known."""
+    if run.forecast is None or not run.forecast.machine.is_known:
+        return
+    steps, seconds = run.settings["max_steps"], run.forecast.step_seconds
+    if steps <= 0:
         yield Line("time", f"{seconds:.3g} s a step (predicted); --prepare_only counts the steps of an epoch")
-
-
-def _duration(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    return f"{minutes // 60:,} h {minutes % 60:02} min" if minutes else f"{seconds:.0f} s"
+        return
+    minutes = round(steps * seconds / 60)
+    duration = f"{minutes // 60:,} h {minutes % 60:02} min" if minutes else f"{steps * seconds:.0f} s"
+    yield Line("time", f"{steps:,} steps × {seconds:.3g} s = {duration} (predicted)")

@@ -41,7 +41,7 @@ from longctx.training.checkpoint.files import (
     check_same,
     read_manifest,
 )
-from longctx.training.checkpoint.folder import RunRecord, begin, checkpoint_of, checkpoints, is_path, older_named
+from longctx.training.checkpoint.folder import RunRecord, begin, checkpoint_of, is_path, older_named
 from longctx.training.checkpoint.saving import optimization_flags
 from longctx.training.checkpoint.states import check_side_files
 from longctx.training.dataset import StreamedData, TrainingData, prepare_data_set
@@ -104,18 +104,38 @@ def prepare(run: Run) -> PreparedRun:
             use_cpu=run.use_cpu,
         )
     tokenizer = on_all_ranks(lambda: read_tokenizer(settings, run.model_config))
-    began = _began(run, args)
+    began, finished, has_checkpoint = _earlier(run, args)
     data = prepare_data_set({**settings, "began": began}, tokenizer, run.model_config)
     on_all_ranks(lambda: check_training_steps(args, data.rows, run.dims.dp))
     files = compare_files(run.settings, run.model_config, data, args)
-    run = replace(run, notes=(*run.notes, *template_notes(settings, tokenizer, run.model_config)))
-    run = _with_data(run, args, data)
+    notes = (*run.notes, *template_notes(settings, tokenizer, run.model_config))
+    run = _with_data(replace(run, notes=notes), args, data)
     identity = cache(partial(data_identity, data, run.settings, run.model_config, files))
     reference = reference_identity(run.settings, run.model_config, files)
     resume_from = checkpoint_to_resume(run, args, identity)
-    is_finished = _is_finished(run, args, steps_of_run(args, data.rows, run.dims.dp))
+    num_steps = steps_of_run(args, data.rows, run.dims.dp)
+    is_finished = finished is not None and num_steps <= finished
+    if is_finished and args.process_index == 0:
+        done = f"has finished {finished} steps of {num_steps} asked for: nothing is left to do"
+        say(f"the run in {args.output_dir} {done}")
+
+    def take_folder() -> None:
+        """Write run.json, after all that may refuse the run; delete what --overwrite_output_dir allows."""
+        folder, overwrite = Path(args.output_dir), settings["overwrite_output_dir"]
+        if finished is not None and not has_checkpoint:
+            raise CheckpointError(
+                f"--output_dir {folder} holds a finished run of {finished} steps and no checkpoint from which the "
+                f"{num_steps} asked for could be reached. Train on from its weights with --model_name_or_path {folder} "
+                "and another --output_dir."
+            )
+        if args.should_save:
+            timeout, env = args.ddp_timeout, os.environ
+            deleted = begin(folder, overwrite=overwrite, timeout=timeout, env=env, began=began, choice=run.choice)
+            if deleted:
+                say(f"--overwrite_output_dir: deleted {', '.join(deleted)} in {folder}")
+
     if not is_finished:
-        _take_folder(run, args, began)
+        on_all_ranks(take_folder)
     return PreparedRun(
         run=run,
         args=args,
@@ -150,70 +170,32 @@ def _with_exact_liger(run: Run, args: SFTConfig) -> Run:
     return run
 
 
-def _is_finished(run: Run, args: SFTConfig, num_steps: int) -> bool:
-    """Return whether a run that goes on with what is in output_dir finds all of its steps done there. Rank 0 looks.
+def _earlier(run: Run, args: SFTConfig) -> tuple[datetime, int | None, bool]:
+    """Return what --resume_from_checkpoint finds. Rank 0 looks.
+
+    Returns:
+        When the run began, by its checkpoint or run.json if it goes on, else now; the steps of the run in output_dir if
+        that has finished and a path was not given; and whether there is a checkpoint to go on from.
 
     Raises:
-        CheckpointError: if it is finished with fewer steps, and has left no checkpoint to go on from.
-    """
-    asked = run.settings["resume_from_checkpoint"]
-    if asked is None or is_path(str(asked)):
-        return False
-    folder = Path(args.output_dir)
-    record = RunRecord.read(folder) if args.process_index == 0 else None
-    finished = broadcast_object(None if record is None else record.finished)
-    if finished is None:
-        return False
-    if num_steps <= finished:
-        if args.process_index == 0:
-            say(f"the run in {folder} has finished {finished} steps of {num_steps} asked for: nothing is left to do")
-        return True
-
-    def check() -> None:
-        if args.process_index == 0 and not checkpoints(folder):
-            raise CheckpointError(
-                f"--output_dir {folder} holds a finished run of {finished} steps and no checkpoint from which the "
-                f"{num_steps} asked for could be reached. Train on from its weights with --model_name_or_path {folder} "
-                "and another --output_dir."
-            )
-
-    on_all_ranks(check)
-    return False
-
-
-def _began(run: Run, args: SFTConfig) -> datetime:
-    """Return when the run began: what its checkpoint or run.json says if it goes on, else now. Rank 0 decides.
-
-    Raises:
-        CheckpointError: if there is no checkpoint where --resume_from_checkpoint names one, or it is damaged.
+        CheckpointError: if there is no checkpoint where a path names one, or it is damaged.
     """
     asked, folder = run.settings["resume_from_checkpoint"], Path(args.output_dir)
 
-    def stored() -> str | None:
+    def look() -> tuple[str, int | None, bool] | None:
         if asked is None or args.process_index != 0:
             return None
-        if (checkpoint := checkpoint_of(str(asked), folder)) is not None:
+        checkpoint = checkpoint_of(str(asked), folder)
+        record = None if is_path(str(asked)) else RunRecord.read(folder)
+        began = record.began if record else datetime.now().isoformat()
+        if checkpoint is not None:
             with older_named(checkpoint):
-                return read_manifest(checkpoint).began
-        record = RunRecord.read(folder)
-        return None if record is None else record.began
+                began = read_manifest(checkpoint).began
+        return began, record.finished if record else None, checkpoint is not None
 
-    return datetime.fromisoformat(broadcast_object(on_all_ranks(stored) or datetime.now().isoformat()))
-
-
-def _take_folder(run: Run, args: SFTConfig, began: datetime) -> None:
-    """Write run.json, after all that may refuse the run; delete what --overwrite_output_dir allows."""
-
-    def take() -> None:
-        if args.should_save:
-            overwrite, timeout = run.settings["overwrite_output_dir"], args.ddp_timeout
-            folder = Path(args.output_dir)
-            env, choice = os.environ, run.choice
-            deleted = begin(folder, overwrite=overwrite, timeout=timeout, env=env, began=began, choice=choice)
-            if deleted:
-                say(f"--overwrite_output_dir: deleted {', '.join(deleted)} in {args.output_dir}")
-
-    on_all_ranks(take)
+    found = on_all_ranks(look) or (datetime.now().isoformat(), None, False)
+    began, finished, has_checkpoint = broadcast_object(found)
+    return datetime.fromisoformat(began), finished, has_checkpoint
 
 
 def _with_data(run: Run, args: SFTConfig, data: TrainingData | StreamedData) -> Run:
@@ -231,12 +213,8 @@ def _with_data(run: Run, args: SFTConfig, data: TrainingData | StreamedData) -> 
         decided = broadcast_object(run.choose_again(sampled, setup) if args.process_index == 0 else None)
         assert decided is not None, "rank 0 decides"
         run = run.with_backend(decided)
-    return replace(run, forecast=run.cost(_typical_row(data)))
-
-
-def _typical_row(data: TrainingData) -> list[int]:
-    """Return the lengths of the documents in a sequence from the middle of the data set."""
-    return [int(length) for length in data.rows[len(data.rows) // 2]["seq_lengths"]]
+    typical = data.rows[len(data.rows) // 2]["seq_lengths"]
+    return replace(run, forecast=run.cost([int(length) for length in typical]))
 
 
 def _sampled(data: TrainingData, args: SFTConfig) -> Documents:
@@ -374,16 +352,13 @@ def checkpoint_to_resume(run: Run, args: SFTConfig, identity: Callable[[], Mappi
     manifest = on_all_ranks(check)
     if dist.is_initialized():
         check_agreement({f"{folder.name}/{MANIFEST}": manifest.digest})
-    on_all_ranks(partial(_check_same, run, args, manifest, folder, identity))
+
+    def compare() -> None:
+        """Check that data and flags have not changed. Rank 0 reads the data for all."""
+        if args.process_index == 0:
+            sequences = args.per_device_train_batch_size * run.dims.dp * args.gradient_accumulation_steps
+            flags = optimization_flags(args)
+            check_same(manifest, folder, sequences_per_step=sequences, data=identity(), optimization=flags)
+
+    on_all_ranks(compare)
     return folder
-
-
-def _check_same(
-    run: Run, args: SFTConfig, manifest: Manifest, folder: Path, identity: Callable[[], Mapping[str, Any]]
-) -> None:
-    """Check on rank 0, which reads the data for all, that data and flags have not changed."""
-    if args.process_index != 0:
-        return
-    sequences = args.per_device_train_batch_size * run.dims.dp * args.gradient_accumulation_steps
-    flags = optimization_flags(args)
-    check_same(manifest, folder, sequences_per_step=sequences, data=identity(), optimization=flags)

@@ -14,7 +14,6 @@ from trl import SFTConfig
 
 import longctx
 from longctx.launch.network import choose_interface
-from longctx.launch.store import renew_store
 from longctx.ranks import hang
 from longctx.ranks.agreement import check_agreement, on_all_ranks
 from longctx.settings.machine_checks import MINIMUM_VERSIONS, REQUIRED_VERSIONS
@@ -34,7 +33,6 @@ def start_processes(run: Run) -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if run.has_group:
-        renew_store()
         choose_interface(os.environ)
         hang.record_collectives(Path(settings["output_dir"]), os.environ)
     if run.promotes_engine:

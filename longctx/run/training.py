@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
+from trl import SFTConfig
 
 from longctx.data import DataError, name_data
 from longctx.launch.console import Line, say, show, show_result, show_summary
@@ -33,56 +34,61 @@ from longctx.training.trainer import SequenceTrainer
 
 def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
     """Train, and save the model and trainer_state.json in output_dir, or a checkpoint if a signal stops the run."""
-    run = prepared.run
+    run, settings = prepared.run, prepared.run.settings
     trainer = build_trainer(prepared, model)
+    is_first, metrics, folder = trainer.sequence.rank == 0, trainer.step_metrics, Path(trainer.args.output_dir)
     trainer.add_callback(FollowSteps())
-    if run.forecast is not None and trainer.sequence.rank == 0:
-        metrics, learns = trainer.step_metrics, run.settings["learned"] and not run.use_cpu
+    if run.forecast is not None and is_first:
         trainer.add_callback(
             CompareForecast(
                 run.forecast,
                 lambda: () if metrics.peak_memory is None else metrics.peak_memory.reserved,
-                kernel=run.forecast.machine.kernel if learns else "",
+                kernel=run.forecast.machine.kernel if settings["learned"] and not run.use_cpu else "",
             )
         )
-    if run.settings["profile"]:
-        trainer.add_callback(
-            ProfileSteps(trainer.args.output_dir, run.settings["profile_steps"], trainer.sequence.rank)
-        )
-    if (patience := run.settings["early_stopping_patience"]) is not None:
-        trainer.add_callback(EarlyStoppingCallback(patience, run.settings["early_stopping_threshold"]))
+    if settings["profile"]:
+        trainer.add_callback(ProfileSteps(str(folder), settings["profile_steps"], trainer.sequence.rank))
+    if (patience := settings["early_stopping_patience"]) is not None:
+        trainer.add_callback(EarlyStoppingCallback(patience, settings["early_stopping_threshold"]))
     disable_progress_bar()  # transformers' bar for every saved file
-    is_first = trainer.sequence.rank == 0
     if is_first:
-        show_summary([*run.summary(), *_sizes(prepared, model)], explain=run.settings["explain"])
-    folder = Path(trainer.args.output_dir)
+        show_summary([*run.summary(), *_sizes(prepared, model)], explain=settings["explain"])
     exactness = Exactness.of_start(is_demo=run.flags.is_demo, resume_from=prepared.resume_from)
     if trainer.args.should_save:
         exactness.write(folder)
+    memory: list[str] = []
     with _marked(trainer), reported(run, trainer) as results:
         trainer.train(resume_from_checkpoint=None if prepared.resume_from is None else str(prepared.resume_from))
-        if is_first and trainer.stream_read is not None:
-            read = trainer.stream_read
+        stopped_by = trainer.stop_on_signal.stopped_by
+        if is_first and (read := trainer.stream_read) is not None:
             show([Line("packing", f"{read.report}; the data set was begun {read.passes} times")])
             show(Line("mixture", str(source)) for source in trainer.mixture_read())
-        if trainer.stop_on_signal.stopped_by is None:
+        if stopped_by is None:
             _check_labels_seen(trainer, prepared)
             if is_first and trainer.has_stopped_early:
-                say(_stopped_early(trainer, run.settings["early_stopping_patience"]))
+                state, metric = trainer.state, str(trainer.args.metric_for_best_model).removeprefix("eval_")
+                say(
+                    f"stopped early after step {state.global_step}: {patience} evaluations in a row were no better "
+                    f"than eval_{metric} {state.best_metric:.6g}"
+                )
             trainer.save_results()
         if is_first:
-            results.append(("Memory", _memory(trainer, run)[-1]))
-        if run.flags.is_demo and trainer.stop_on_signal.stopped_by is None:
+            assert metrics.peak_memory is not None, "read at the end of training"
+            memory = describe_memory(run, metrics.peak_memory, metrics.longest_row, trainer.model)
+            results.append(("Memory", memory[-1]))
+        if run.flags.is_demo and stopped_by is None:
             exactness = broadcast_object(_compare_first_step(trainer, run) if is_first else exactness)
             if trainer.args.should_save:
                 exactness.write(folder)
-    is_stopped = trainer.stop_on_signal.stopped_by is not None
-    if trainer.args.push_to_hub and not is_stopped:  # includes the page that `reported` wrote
+    if trainer.args.push_to_hub and stopped_by is None:  # includes the page that `reported` wrote
         trainer.push_results()
     if is_first:
-        _show_memory(trainer, run)
-        if is_stopped:
-            say(_stopped_by_signal(trainer))
+        show(Line("memory", line) for line in (memory if settings["explain"] else memory[-1:]))
+        if stopped_by is not None:
+            say(
+                f"stopped by {stopped_by.name} after step {trainer.state.global_step}, whose checkpoint is in "
+                f"{folder}: --resume_from_checkpoint auto goes on from it"
+            )
         elif exactness.compared:
             show_result(*str(exactness).split(": ", 1))
     return trainer
@@ -91,49 +97,23 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
 class _Stamp(TrainerCallback):
     """Records after each step that the run is alive."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        stamp(self.folder)
+    def on_step_end(self, args: SFTConfig, *_: Any, **__: Any) -> None:  # type: ignore[override]
+        if args.should_save:
+            stamp(Path(args.output_dir))
 
 
 @contextmanager
 def _marked(trainer: SequenceTrainer) -> Iterator[None]:
     """Keep run.json up to date: the time of the last step, and at the end whether the run has taken all of them."""
-    folder, is_owner = Path(trainer.args.output_dir), trainer.args.should_save
+    trainer.add_callback(_Stamp())
     finished = None
-    if is_owner:
-        trainer.add_callback(_Stamp(folder))
     try:
         yield
         if trainer.stop_on_signal.stopped_by is None:
             finished = trainer.state.global_step
     finally:
-        if is_owner:
-            end(folder, finished=finished)
-
-
-def _show_memory(trainer: SequenceTrainer, run: Run) -> None:
-    """Print the peak of memory and how long sequences can be; --explain adds every kind of memory."""
-    lines = _memory(trainer, run)
-    show(Line("memory", line) for line in (lines if run.settings["explain"] else lines[-1:]))
-
-
-def _memory(trainer: SequenceTrainer, run: Run) -> list[str]:
-    """Return the peaks of memory and, on the last line, how long sequences can be."""
-    metrics = trainer.step_metrics
-    assert metrics.peak_memory is not None, "read at the end of training"
-    return describe_memory(run, metrics.peak_memory, metrics.longest_row, trainer.model)
-
-
-def _stopped_by_signal(trainer: SequenceTrainer) -> str:
-    stopped_by = trainer.stop_on_signal.stopped_by
-    assert stopped_by is not None, "a signal has stopped the run"
-    return (
-        f"stopped by {stopped_by.name} after step {trainer.state.global_step}, whose checkpoint is in "
-        f"{trainer.args.output_dir}: --resume_from_checkpoint auto goes on from it"
-    )
+        if trainer.args.should_save:
+            end(Path(trainer.args.output_dir), finished=finished)
 
 
 def _check_labels_seen(trainer: SequenceTrainer, prepared: PreparedRun) -> None:
@@ -150,12 +130,6 @@ def _check_labels_seen(trainer: SequenceTrainer, prepared: PreparedRun) -> None:
             f"steps: {prepared.data.report if read is None else read.report}. Nothing was trained, and no model is "
             "saved. Use a longer --max_length, --overlong split, or more steps."
         )
-
-
-def _stopped_early(trainer: SequenceTrainer, patience: int) -> str:
-    state, metric = trainer.state, str(trainer.args.metric_for_best_model).removeprefix("eval_")
-    best = f"eval_{metric} {state.best_metric:.6g}"
-    return f"stopped early after step {state.global_step}: {patience} evaluations in a row were no better than {best}"
 
 
 def _sizes(prepared: PreparedRun, model) -> list[Line]:

@@ -66,11 +66,6 @@ class Run:
     notes: tuple[str, ...] = field(default=())
 
     @property
-    def must_spawn(self) -> bool:
-        """Whether this one process has to start the others."""
-        return not self.launched and self.has_group
-
-    @property
     def has_group(self) -> bool:
         """Whether the run's processes form a group; DeepSpeed makes one of a single process, too."""
         return self.dims.world_size > 1 or self.engine == "deepspeed"

@@ -125,18 +125,18 @@ class Confined(Generic[Parameters, Result]):
 
     def _reason(self, bounds: Bounds) -> str:
         """Return why the process ended."""
-        try:
+        status = 0
+        with suppress(ChildProcessError):  # another caller has waited for it
             _, status = os.waitpid(self._pid, 0)
-        except ChildProcessError:  # another caller has waited for it
-            status = 0
         self._pid = 0
         self.close()
-        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        if number == signal.SIGXCPU:
+        code = os.waitstatus_to_exitcode(status)
+        if code == -signal.SIGXCPU:
             return f"it ran for more than {bounds.seconds:,.0f} s of CPU time"
-        if number in (signal.SIGABRT, signal.SIGKILL):
-            return f"{_too_much_memory(bounds)}, or failed ({signal.Signals(number).name})"
-        return f"it crashed ({signal.Signals(number).name if number else f'exit code {status >> 8}'})"
+        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        if name in ("SIGABRT", "SIGKILL"):
+            return f"{_too_much_memory(bounds)}, or failed ({name})"
+        return f"it crashed ({name})"
 
     def close(self) -> None:
         """End the process."""

@@ -47,11 +47,6 @@ def offload_fsdp() -> None:
     os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
 
 
-def load_whole_models() -> None:
-    """Make ZeRO-3 partition the model after loading, and not while it is loaded."""
-    os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"
-
-
 def start_on_gloo(engine: str, **options: Any) -> None:
     """Start gloo and declare which engine runs on it; accelerate itself refuses both engines there.
 

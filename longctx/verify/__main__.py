@@ -6,24 +6,19 @@ Exit code 0 if everything is exact, 1 if anything is off, 2 for what cannot be r
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import tempfile
 import time
-from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from longctx.launch.interrupts import interrupts_end
-from longctx.launch.terminal import end_refused, quieten
+from longctx.launch.terminal import end_refused
+from longctx.ranks import is_first_rank
 from longctx.settings.flags import SFT
-from longctx.settings.help import help_asked
 from longctx.settings.launcher import Launcher
-from longctx.settings.processes import count_to_start
-from longctx.settings.read import parse_flags
 from longctx.settings.schema import BOOL, INT, Flag, Method
 from longctx.settings.values import Settings
-from longctx.train import start, take_over
+from longctx.train import start
 from longctx.verify.report import Check, Finding, as_advice, as_json, as_table, culprit
 
 if TYPE_CHECKING:
@@ -111,52 +106,24 @@ def with_defaults(settings: Settings, launcher: Launcher) -> Settings:
 
 def main(arguments: list[str] | None = None) -> int:
     """Verify one run and return the exit code."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if text := help_asked(arguments, VERIFY):
-        print(text)
-        return 0
-    try:
-        settings = parse_flags(arguments, VERIFY)
-        if settings["accelerate_config"] is not None:
-            from longctx.launch.spawn import device_count
-            from longctx.upstream.deepspeed_internals import stay_on_cpu
-
-            if device_count() == 0:
-                stay_on_cpu()  # accelerate's launcher imports DeepSpeed, which would say so on stdout
-        launcher = take_over(settings, VERIFY.module)
-        settings = with_defaults(settings, launcher)
-        started = count_to_start(settings, launcher)
-    except ValueError as error:
-        return end_refused(error)
-    with interrupts_end(), redirect_stdout(sys.stderr):  # what libraries print; the result alone goes to stdout
-        if started:
-            return start(started, settings, launcher, print)
-        return _verify(settings, launcher)
+    # The result alone goes to stdout, and what libraries print does not.
+    return start(arguments, VERIFY, _verify, complete=with_defaults, decide=_on_few_layers, messages=sys.stderr)
 
 
-def _verify(settings: Settings, launcher: Launcher) -> int:
-    from longctx.training.engines import prefer_huge_pages, set_up_allocators
-
-    quieten()
-    for name in ("DeepSpeed", "accelerate.accelerator"):  # they warn of the plain optimizer, and of what is overridden
-        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
-    prefer_huge_pages()
-    set_up_allocators()
-    from longctx.settings.resolve import resolve_together
+def _on_few_layers(run: Run) -> Run:
     from longctx.verify.setup import check_engine, few_layers
 
-    try:
-        run = resolve_together(
-            settings, launcher, os.environ, lambda run: few_layers(check_engine(run), settings["num_layers"])
-        )
-    except ValueError as error:
-        return end_refused(error)
+    return few_layers(check_engine(run), run.flags["num_layers"])
+
+
+def _verify(run: Run) -> int:
     from longctx.run import finish
 
+    for name in ("DeepSpeed", "accelerate.accelerator"):  # they warn of the plain optimizer, and of what is overridden
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
     try:
         with tempfile.TemporaryDirectory(prefix="longctx-verify-") as folder:
-            checks = _compare(run, folder, for_scripts=settings["json"])
+            checks = _compare(run, folder, for_scripts=run.flags["json"])
     except ValueError as error:
         return end_refused(error)
     finish()
@@ -165,7 +132,6 @@ def _verify(settings: Settings, launcher: Launcher) -> int:
 
 def _compare(run: Run, folder: str, *, for_scripts: bool) -> list[Check]:
     """Compare on all ranks together. Rank 0 prints the result, and every rank returns it."""
-    from longctx.ranks import is_first_rank
     from longctx.ranks.agreement import broadcast_object
     from longctx.run import build_trainer, prepare
     from longctx.verify.machine import check_machine

@@ -42,11 +42,11 @@ def check_machine(run: Run, device: torch.device) -> list[Finding]:
     """Return what rank 0's node shows, and the links among all ranks. All ranks call this together."""
     return [
         check_versions(),
-        *_devices(run, device),
+        *_devices(device),
         *check_shared_memory(Path("/dev/shm")),
         *_kernels(run, device),
         *check_settings(os.environ, device),
-        *(_links(device) if dist.is_initialized() and dist.get_world_size() > 1 else []),
+        *_links(device),
     ]
 
 
@@ -79,7 +79,7 @@ def check_versions(distribution: str = DISTRIBUTION) -> Finding:
     return Finding("versions", value, f"not tested: pip install {wanted}" if off else "")
 
 
-def _devices(run: Run, device: torch.device) -> Iterator[Finding]:
+def _devices(device: torch.device) -> Iterator[Finding]:
     """Return the devices of the ranks, and whether they are alike."""
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     if device.type == "cuda":
@@ -96,8 +96,6 @@ def _devices(run: Run, device: torch.device) -> Iterator[Finding]:
         remedy = f"set OMP_NUM_THREADS={max(1, cores // local)}, or start fewer processes"
         value = f"{local} processes × {threads} threads on {cores} cores"
         yield Finding("cores", value, remedy * (local * threads > cores))
-        if torch.cuda.is_available() and run.use_cpu:
-            yield Finding("devices", "GPUs are left idle", "leave out --use_cpu")
 
 
 def check_shared_memory(folder: Path) -> Iterator[Finding]:
@@ -148,6 +146,8 @@ def check_settings(env: Mapping[str, str], device: torch.device) -> list[Finding
 
 def _links(device: torch.device) -> Iterator[Finding]:
     """Measure an all-to-all and a hop around the ring among all ranks. All ranks call this together."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
     link = measure_link(None, device, num_bytes=MESSAGE_BYTES, repetitions=3)
     yield Finding("all-to-all", f"{link.exchange / 1e9:.2f} GB/s a rank")
     yield Finding("p2p, all ranks at once", f"{link.pass_on / 1e9:.2f} GB/s a rank")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -84,36 +84,25 @@ def check_parity(trainer: SequenceTrainer, sp: int) -> list[Check]:
     if reference is None:
         return step.checks
     logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
-    loss, gradients, norm = reference.bounds
+    loss_bound, gradient_bound, norm_bound = reference.bounds
+
+    def compared(name: str, logged: float, expected: float, bound: float) -> Check:
+        return error_check(name, _relative(logged, expected), bound, f"{logged:.6f}, one device {expected:.6f}")
+
     name, worst = worst_gradient(step.errors, reference.gradients)
+    detail = f"in {name}, of {len(step.errors)} parameters"
     return [
         *step.checks,
-        error_check(
-            "loss",
-            _relative(logged["loss"], reference.loss),
-            loss,
-            f"{logged['loss']:.6f}, one device {reference.loss:.6f}",
-        ),
-        error_check("largest gradient error", worst, gradients, f"in {name}, of {len(step.errors)} parameters"),
-        error_check(
-            "gradient norm",
-            _relative(logged["grad_norm"], reference.grad_norm),
-            norm,
-            f"{logged['grad_norm']:.6f}, one device {reference.grad_norm:.6f}",
-        ),
+        compared("loss", logged["loss"], reference.loss, loss_bound),
+        error_check("largest gradient error", worst, gradient_bound, detail),
+        compared("gradient norm", logged["grad_norm"], reference.grad_norm, norm_bound),
     ]
 
 
 class _Step(TrainerCallback):
     """Looks at the engine's model before the step, and at its gradients before they are used."""
 
-    def __init__(
-        self,
-        trainer: SequenceTrainer,
-        sp: int,
-        batches: Batches,
-        reference: Reference | None,
-    ):
+    def __init__(self, trainer: SequenceTrainer, sp: int, batches: Batches, reference: Reference | None):
         self.trainer, self.sp, self.batches, self.reference = trainer, sp, batches, reference
         self.checks: list[Check] = []
         self.errors: dict[str, float] = {}
@@ -137,21 +126,16 @@ class _Step(TrainerCallback):
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
-            gradient = _whole_gradient(parameter)
+            if is_managed(parameter):
+                from deepspeed.utils import safe_get_full_grad
+
+                gradient = safe_get_full_grad(parameter)
+            else:
+                gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
             if self.reference is not None:
                 expected = self.reference.gradients[name]
                 found = torch.zeros_like(expected) if gradient is None else gradient.cpu().float()
                 self.errors |= gradient_errors({name: found}, {name: expected}, self.reference.grad_norm)
-
-
-def _whole_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
-    """Return a parameter's gradient, gathered from all ranks, or None if it has none."""
-    if is_managed(parameter):
-        from deepspeed.utils import safe_get_full_grad
-
-        return safe_get_full_grad(parameter)
-    gradient = parameter.grad
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def _reference(trainer: SequenceTrainer, batches: Sequence[Mapping[str, Tensor]]) -> Reference | None:
@@ -179,7 +163,7 @@ def _reference(trainer: SequenceTrainer, batches: Sequence[Mapping[str, Tensor]]
         return loss, norm, gradients
 
     loss, summed_norm, gradients = step(autocast=False)
-    norm = _norm(gradients)
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
     # Engines add the norm up in fp32, in which torch's CPU kernel loses 4e-3 over 50M elements, on one device too.
     bounds = FP32_BOUND, FP32_BOUND, max(FP32_BOUND, ROUNDING_FACTOR * _relative(summed_norm, norm))
     if trainer.args.bf16:
@@ -199,10 +183,6 @@ def _check_reference_fits(trainer: SequenceTrainer, batches: Batches) -> None:
     longest = max(len(ids) for of_rank in batches for batch in of_rank for ids, _ in documents_of(batch))
     free, _ = torch.cuda.mem_get_info(device)
     check_reference_fits(ModelSizes.of_model(model), longest, free, has_scores=not supports_sdpa(model))
-
-
-def _norm(gradients: Gradients) -> float:
-    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
 
 
 def gradient_errors(actual: Gradients, expected: Gradients, expected_norm: float) -> dict[str, float]:
@@ -240,13 +220,21 @@ def probe(model: torch.nn.Module, trainer: SequenceTrainer, sp: int, batches: Ba
     with _recorded_attention(model) as lengths:
         shard = trainer.sequence.shard(batch)
         logits = model(**shard.inputs).logits
-    found = {
-        "shard length": _check_lengths(lengths, logits, batch["input_ids"].numel() // sp, trainer),
-        "document isolation": _check_isolation(model, trainer, batch, documents, logits),
-        "label shift": _check_labels(trainer, shard, documents),
-        "loss denominator": _check_denominator(trainer, shard, logits, batches),
+    found = gather_objects(
+        [
+            _check_lengths(lengths, logits, batch["input_ids"].numel() // sp, trainer),
+            _check_isolation(model, trainer, batch, documents, logits),
+            _check_labels(trainer, shard, documents),
+            _check_denominator(trainer, shard, logits, batches),
+        ]
+    )
+    off = {  # the first rank's
+        check.name: replace(check, detail=f"rank {rank}: {check.detail}")
+        for rank, checks in reversed(list(enumerate(found)))
+        for check in checks
+        if not check.ok
     }
-    return [_worst(name, found[name]) for name in found]
+    return [off.get(check.name, check) for check in found[0]]
 
 
 @contextmanager
@@ -271,19 +259,7 @@ def _recorded_attention(model: torch.nn.Module) -> Iterator[list[int]]:
             hook.remove()
 
 
-Finding = tuple[str | float, str | float, bool, str]
-"""value, bound, ok, detail: a check on this rank."""
-
-
-def _worst(name: str, finding: Finding) -> Check:
-    """The first rank's that is off, else rank 0's."""
-    findings = gather_objects(finding)
-    rank = next((rank for rank, (_, _, ok, _) in enumerate(findings) if not ok), 0)
-    value, bound, ok, detail = findings[rank]
-    return Check(name=name, value=value, bound=bound, ok=ok, detail=detail if ok else f"rank {rank}: {detail}")
-
-
-def _check_lengths(lengths: list[int], logits: Tensor, expected: int, trainer: SequenceTrainer) -> Finding:
+def _check_lengths(lengths: list[int], logits: Tensor, expected: int, trainer: SequenceTrainer) -> Check:
     layers = num_mixing_layers(trainer.model.config)
     seen = sorted(set(lengths)) or [0]
     ok = len(lengths) == layers and seen == [expected] and logits.shape[:2] == (1, expected)
@@ -293,7 +269,7 @@ def _check_lengths(lengths: list[int], logits: Tensor, expected: int, trainer: S
             f"attention ran {len(lengths)} times in {layers} layers, on {' and '.join(map(str, seen))} tokens, and the "
             f"output has shape {tuple(logits.shape)}: the sequence is not cut into sp equal shards"
         )
-    return " and ".join(f"{length:,}" for length in seen), f"{expected:,}", ok, detail
+    return Check("shard length", " and ".join(f"{length:,}" for length in seen), f"{expected:,}", ok, detail)
 
 
 def _check_isolation(
@@ -302,7 +278,7 @@ def _check_isolation(
     batch: Mapping[str, Tensor],
     documents: Sequence[tuple[Tensor, Tensor]],
     logits: Tensor,
-) -> Finding:
+) -> Check:
     """Change the first token of the longest document but the last: which documents' outputs change, bit for bit?"""
     sequence = trainer.sequence
     bounds = [0, *accumulate(len(ids) for ids, _ in documents)]
@@ -322,10 +298,11 @@ def _check_isolation(
             f"{'documents ' + ', '.join(map(str, different)) if different else 'none'}: packed documents are not "
             "isolated, and a model learns from others' text"
         )
-    return ", ".join(map(str, different[:4])) + ("…" if len(different) > 4 else ""), str(changed), ok, detail
+    shown = ", ".join(map(str, different[:4])) + "…" * (len(different) > 4)
+    return Check("document isolation", shown, str(changed), ok, detail)
 
 
-def _check_labels(trainer: SequenceTrainer, shard: Any, documents: Sequence[tuple[Tensor, Tensor]]) -> Finding:
+def _check_labels(trainer: SequenceTrainer, shard: Any, documents: Sequence[tuple[Tensor, Tensor]]) -> Check:
     """Check that each token's target is the token that follows it in its document."""
     expected = torch.cat([F.pad(labels[1:], (0, 1), value=IGNORE_INDEX) for _, labels in documents])
     actual = trainer.sequence.unshard(shard.shift_labels, shard.layout).flatten().cpu()
@@ -337,10 +314,10 @@ def _check_labels(trainer: SequenceTrainer, shard: Any, documents: Sequence[tupl
             f"token {at} has target {int(actual[at])} and the next token of its document is {int(expected[at])}: "
             "labels are not shifted by one within each document"
         )
-    return str(wrong), "0", not wrong, detail
+    return Check("label shift", str(wrong), "0", not wrong, detail)
 
 
-def _check_denominator(trainer: SequenceTrainer, shard: Any, logits: Tensor, batches: Batches) -> Finding:
+def _check_denominator(trainer: SequenceTrainer, shard: Any, logits: Tensor, batches: Batches) -> Check:
     """Is the mean over ranks of a micro-batch's loss the sum of its token losses over the step's label tokens?"""
     sequence = trainer.sequence
     own = batches[sequence.dims.dp_rank(sequence.rank)]
@@ -363,4 +340,4 @@ def _check_denominator(trainer: SequenceTrainer, shard: Any, logits: Tensor, bat
             f"the loss is divided by {denominator:,.1f} where the step has {expected_count:,} label tokens: "
             "it must be a sum over all ranks and micro-batches, divided once by their number"
         )
-    return error if math.isfinite(error) else str(error), FP32_BOUND, error <= FP32_BOUND, detail
+    return error_check("loss denominator", error, FP32_BOUND, detail)

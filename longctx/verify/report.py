@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """One thing that was compared."""
 
@@ -36,7 +36,7 @@ class Finding:
 def error_check(name: str, error: float, bound: float, detail: str) -> Check:
     """A relative error that must not be above its bound; NaN is. JSON has no notation for what is not finite."""
     value = error if math.isfinite(error) else str(error)
-    return Check(name=name, value=value, bound=bound, ok=error <= bound, detail=detail)
+    return Check(name, value, bound, error <= bound, detail)
 
 
 def culprit(checks: Sequence[Check]) -> Check | None:

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from longctx.data import name_data
+from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.load import first_layers
 from longctx.model.tiny import TINY, tiny_config
 from longctx.packing import PackedDataset
@@ -22,7 +21,7 @@ from longctx.ranks.agreement import on_all_ranks
 from longctx.run import PreparedRun, load
 from longctx.settings.run import Run
 from longctx.training.dataset import TrainingData
-from longctx.upstream.accelerate_internals import load_whole_models
+from longctx.upstream.transformers_internals import unpartitioned
 
 LARGE = 200_000_000
 """Parameters from which a model's first layers stand for all."""
@@ -58,7 +57,9 @@ def few_layers(run: Run, num_layers: int | None) -> Run:
     """
     text = run.model_config.get_text_config()
     if num_layers is None:
-        num_layers = text.num_hidden_layers if _num_parameters(run.model_config) < LARGE else _every_kind(text)
+        num_layers, kinds = text.num_hidden_layers, getattr(text, "layer_types", None) or []
+        if ModelSizes.of_config(run.model_config).num_parameters >= LARGE:
+            num_layers = min(max([2, *(kinds.index(kind) + 1 for kind in set(kinds))]), num_layers)
     if not 1 <= num_layers <= text.num_hidden_layers:
         raise ValueError(
             f"--num_layers {num_layers}: {run.settings['model_name_or_path']} has {text.num_hidden_layers} layers. "
@@ -69,16 +70,6 @@ def few_layers(run: Run, num_layers: int | None) -> Run:
     for name, value in first_layers(text, num_layers).items():
         setattr(text, name, value)
     return replace(run, model_config=config)
-
-
-def _num_parameters(config: PretrainedConfig) -> int:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config)).num_parameters()
-
-
-def _every_kind(text: PretrainedConfig) -> int:
-    kinds = getattr(text, "layer_types", None) or []
-    return min(max([2, *(kinds.index(kind) + 1 for kind in set(kinds))]), text.num_hidden_layers)
 
 
 def with_tokenizer(run: Run) -> Run:
@@ -100,15 +91,10 @@ def load_layers(run: Run, prepared: PreparedRun) -> PreTrainedModel:
         run: as asked for, before `with_tokenizer`.
         prepared: the same with its tokenizer.
     """
-    load_whole_models()  # rank 0 runs the same weights by itself
-    if _is_without_weights(Path(run.settings["model_name_or_path"])):
-        return on_all_ranks(lambda: _random_weights(prepared.run.model_config))
-    unset_hf_deepspeed_config()  # else from_pretrained leaves a rank a part of them under ZeRO-3
-    try:
+    with unpartitioned():  # rank 0 runs the same weights by itself
+        if _is_without_weights(Path(run.settings["model_name_or_path"])):
+            return on_all_ranks(lambda: _random_weights(prepared.run.model_config))
         return load(prepared)
-    finally:
-        if plugin := prepared.args.deepspeed_plugin:
-            plugin.set_deepspeed_weakref()
 
 
 def _is_without_weights(folder: Path) -> bool:
@@ -117,12 +103,11 @@ def _is_without_weights(folder: Path) -> bool:
 
 
 def _random_weights(config: PretrainedConfig) -> PreTrainedModel:
-    """Return fp32 weights as transformers initialises them; under ZeRO-3 its from_config leaves each rank a part."""
+    """Return fp32 weights as transformers initialises them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = copy.deepcopy(config)
-        config.dtype = torch.float32
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def probe_rows(prepared: PreparedRun) -> PreparedRun:

@@ -14,12 +14,15 @@ import time
 from multiprocessing import connection
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch.utils.data._utils import worker
 
 from longctx.launch.failures import _has_timed_out, _is_consequence
+from longctx.launch.spawn import spawn
 from longctx.train import main
+from tests.hosts import wait_until
 from tests.training.test_resume import values, weights
 from tests.training.test_training import COMMON, make_documents, write_jsonl
 from tests.workers import start_warm_server
@@ -146,6 +149,20 @@ def test_a_rank_that_does_not_come_is_named_with_its_place(fault, start, layout,
         assert said[1] == "  rank 1 without a stack, so stopped or in C code"
     assert set(stacks) == {"rank-0.txt", "rank-1.txt"} - ({"rank-1.txt"} if fault == "stop" else set())
     assert said[-1].endswith("to go on from (--save_steps writes some).")
+
+
+def spawn_sleepers():
+    sys.exit(spawn(2, ["-n1", "-r1", "__import__('time').sleep(60)"], module="timeit"))
+
+
+def test_a_signal_before_ranks_can_save_ends_the_launcher_with_its_number(capfd):
+    launcher = multiprocessing.get_context("fork").Process(target=spawn_sleepers)
+    launcher.start()
+    wait_until(lambda: len(psutil.Process(launcher.pid).children()) == 2, "two ranks", 60)
+    os.kill(launcher.pid, signal.SIGTERM)
+    launcher.join()
+    assert launcher.exitcode == 128 + signal.SIGTERM
+    assert "longctx: error" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,11 @@ from typing import NamedTuple
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
 
 from longctx.launch.network import choose_interface
 from longctx.launch.spawn import spawn
-from longctx.launch.store import listen_on_loopback, meeting_point, private_folder, store_file
+from longctx.launch.store import meeting_point, private_folder, store_file
 from longctx.launch.terminal import tell
 from longctx.untrusted.working_directory import leave_out_of_imports
 from tests.launch.test_faults import OWN, RING, SAVING, check_killed, flags_of
@@ -267,10 +268,16 @@ def test_a_link_in_the_place_of_an_abandoned_folder_is_not_followed(tmp_path, mo
     assert (tmp_path / "kept" / "file").exists()
 
 
-def test_the_store_of_a_restart_listens_on_the_loopback():
-    server = listen_on_loopback()
-    sockets = [socket for socket in psutil.Process().net_connections("inet") if socket.laddr.port == server.port]
-    assert {socket.laddr.ip for socket in sockets} == {"127.0.0.1"}
+def test_ranks_that_torchrun_starts_again_meet_in_a_private_folder(tmp_path, monkeypatch):
+    """Its agent keeps the keys of ranks that have ended, and its store listens on every interface."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    agents = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    restarted = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1", "WORLD_SIZE": "2"}
+    restarted |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agents.port)}
+    points = [meeting_point({**restarted, "RANK": rank}) for rank in "01"]
+    (folder,) = tmp_path.iterdir()
+    assert points == [{"init_method": f"file://{folder}/store", "rank": rank, "world_size": 2} for rank in (0, 1)]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def test_the_launcher_reads_whole_reports(tmp_path, monkeypatch):

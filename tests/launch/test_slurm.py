@@ -73,18 +73,18 @@ def test_ranks_of_a_node_are_neighbours_when_tasks_are_dealt_out_in_turn():
     places = {}
     for task, (node, local) in enumerate(dealt):
         told = {"SLURM_NODEID": str(node), "SLURM_LOCALID": str(local), "SLURM_PROCID": str(task)}
-        places[read_step(TASK | told).rank] = node
+        places[int(read_step(TASK | told)["RANK"])] = node
     assert places == {0: 0, 1: 0, 2: 1, 3: 1, 4: 2}
 
 
 def test_steps_have_ports_of_their_own():
     ports = {
-        read_step(TASK | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).port
+        read_step(TASK | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})["MASTER_PORT"]
         for job in range(70_000, 70_190)
         for step in range(100)
     }
     assert len(ports) == 190 * 100
-    assert read_step(TASK | {"SLURM_STEP_RESV_PORTS": "12001-12002"}).port == 12001
+    assert read_step(TASK | {"SLURM_STEP_RESV_PORTS": "12001-12002"})["MASTER_PORT"] == "12001"
 
 
 def test_what_the_user_and_the_launcher_in_a_task_say_stands():

@@ -34,17 +34,6 @@ from longctx.training.checkpoint.files import (
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def folder(saved_model, tmp_path):
-    """A copy of a model, to do harm to."""
-    return shutil.copytree(saved_model, tmp_path / "model")
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
 class MakesFile:
     """Leaves a file behind when it is unpickled."""
 

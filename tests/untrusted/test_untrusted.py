@@ -25,17 +25,6 @@ from longctx.untrusted.confined import Bounds, Confined, OutOfBounds
 
 
 @pytest.fixture
-def folder(saved_model, tmp_path):
-    """A copy of a model, to do harm to."""
-    return shutil.copytree(saved_model, tmp_path / "model")
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
 def one_second(monkeypatch):
     """Bounds that tests can wait for, and a machine where memory ends early. The kernel counts whole seconds."""
     monkeypatch.setattr(confined, "SECONDS", 0.9)

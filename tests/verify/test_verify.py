@@ -241,7 +241,7 @@ def test_flags_without_effect_on_one_step_are_fixed():
 def test_the_first_check_that_is_off_is_the_culprit():
     fine = error_check("loss", 1e-7, 1e-5, "1 and 1")
     off = error_check("gradient norm", float("nan"), 1e-5, "nan")
-    after = Check(name="largest gradient error", value=2.0, bound=1e-5, ok=False, detail="")
+    after = Check("largest gradient error", 2.0, 1e-5, False, "")
     assert culprit([fine]) is None
     assert culprit([fine, off, after]) is off
     assert json.loads(as_json({"sp": 2}, [fine, off], []))["culprit"] == "gradient norm"
