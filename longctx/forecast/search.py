@@ -210,9 +210,7 @@ class _Search:
         with suppress(ValueError):
             used, seconds, host = self._forecast(self.resolved(memory, asked))
             speed = self._tokens / float(seconds)
-            yield _Candidate(
-                of=self, memory=memory, asked=asked, used=float(used), speed=speed, host_bytes=float(host)
-            )
+            yield _Candidate(of=self, memory=memory, asked=asked, used=float(used), speed=speed, host_bytes=float(host))
 
     def candidates(self) -> Iterator[_Candidate]:
         """Yield options that may be the best, the simplest first."""
