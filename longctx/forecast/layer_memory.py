@@ -17,11 +17,11 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from longctx.attention.backend import KeyValues
 from longctx.forecast.shape import FP32, RunShape
 from longctx.layers.chunked.attention import num_head_groups
 from longctx.layers.chunked.tiles import tile_tokens
 from longctx.recurrent.cost import given_bytes, written_bytes
+from longctx.ring.order import heads_at_a_time
 from longctx.ulysses.exchange import key_value_copies
 from longctx.ulysses.stages import head_stages
 
@@ -116,15 +116,8 @@ def _attention(shape: RunShape) -> tuple[float, float, float]:
     kernel = b * heads + dq + (shared if shares else 0)
     if shape.ring > 1:
         made = b * q + RING_QUERY_GRADIENTS * q + kernel - dq
-        held, grads = shape.backend.held(
-            KeyValues(
-                elements=kv * copies,
-                element_size=b,
-                num_heads=model.num_key_value_heads,
-                ring=shape.ring,
-                heads_k_stride=options.heads_k_stride,
-            )
-        )
+        part = min(1.0, heads_at_a_time(model.num_key_value_heads, options.heads_k_stride) / model.num_key_value_heads)
+        held, grads = shape.backend.held(kv * copies, b, shape.ring, part)
         passed_on = PASSED_ON_GRADIENTS * kv * copies
         exchange = 2 * b * kv * copies + held + (passed_on if stack.passes_gradients_on else grads)
     else:

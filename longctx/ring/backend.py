@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
-from longctx.attention.backend import Backend, KeyValues
+from longctx.attention.backend import Backend
 from longctx.attention.cost import Arrangement, Setup
 from longctx.attention.operator import Schedule, attend
 from longctx.ring.attention import ring_schedule
@@ -54,24 +55,22 @@ def _gather_attention_of(
     return partial(attend, gather_schedule_of(layout, groups, kind, heads_k_stride=heads_k_stride))
 
 
-def ring_held(kv: KeyValues) -> tuple[float, float]:
+def _ring_held(elements: float, element_size: int, ring: int, part: float) -> tuple[float, float]:
     """Return `Backend.held` of a ring.
 
     Keys and values are there twice: attended to and arriving. Their fp32 gradients are there four times: the rank's
     own, the block's, those being sent and those arriving.
     """
-    return 4 * kv.element_size * kv.elements, 32 * kv.elements
+    return 4 * element_size * elements, 32 * elements
 
 
-def _gather_held(kv: KeyValues) -> tuple[float, float]:
+def _gather_held(elements: float, element_size: int, ring: int, part: float) -> tuple[float, float]:
     """Return `Backend.held` of a gather.
 
     Keys and values of all ranks are there for two groups of heads, one attended to and one arriving. Gradients in fp32
     are those of the rank's own tokens, and of one group for all ranks.
     """
-    part = min(1.0, (kv.heads_k_stride or -(-kv.num_heads // 4)) / kv.num_heads)
-    held = 2 * kv.element_size * kv.elements * kv.ring * min(1, 2 * part)
-    return held, 8 * kv.elements * (1 + kv.ring * part)
+    return 2 * element_size * elements * ring * min(1, 2 * part), 8 * elements * (1 + ring * part)
 
 
 def _ring_of(sp: int) -> Sequence[Arrangement]:
@@ -98,7 +97,7 @@ RING = Backend(
     arrange=_whole_ring,
     has_ring_size=False,
     passes=ring_passes,
-    held=ring_held,
+    held=_ring_held,
     engine="fsdp2",
     keeps_output=True,
     has_stages=True,
@@ -109,19 +108,16 @@ RING = Backend(
     marker="s",
 )
 
-GATHER = Backend(
+GATHER = replace(
+    RING,
     name="gather",
     attention=_gather_attention_of,
     arrangements=_gather_of,
     arrange=_whole_gather,
-    has_ring_size=False,
     passes=gather_passes,
     held=_gather_held,
-    engine="fsdp2",
-    keeps_output=True,
     has_stages=False,
     schedule=gather_schedule_of,
-    has_branches=True,
     accelerate_degree=None,
     color="#56B4E9",
     marker="v",
