@@ -46,7 +46,6 @@ HYBRID = replace(
     arrangements=_splits,
     arrange=_split,
     has_ring_size=True,
-    accelerate_degree=None,
     color="#CC79A7",
     marker="^",
 )

@@ -105,7 +105,7 @@ def _is_number_of_layers(value: Any) -> bool:
 
 def prefers_ulysses(memory: str, asked: Mapping[str, Any]) -> bool:
     """Whether the sequence-chunked step is asked for, which has less on the device without a ring."""
-    by_preset = memory == "longest" and asked.get("activation_checkpointing") is not False and not _whole_layers(asked)
+    by_preset = memory == "longest" and not _whole_layers(asked)
     return by_preset or asked.get("sequence_chunk_size") is not None
 
 
@@ -142,7 +142,7 @@ def _possible(memory: str, asked: Mapping[str, Any], shape: RunShape, local_toke
     if memory != "longest":
         return {name: value for name, value in preset.items() if name not in asked and not _needs(asked)}
     never_whole = ("activation_offloading", "tiled_mlp", "heads_k_stride")
-    chunks = shape.can_chunk and asked.get("activation_checkpointing") is not False and not _whole_layers(asked)
+    chunks = shape.can_chunk and not _whole_layers(asked)
     left_out = {*never_whole} if chunks or "sequence_chunk_size" in asked else {"sequence_chunk_size"}
     if asked.get("activation_checkpointing") is False:
         left_out |= {"selective"}
@@ -160,7 +160,10 @@ def _possible(memory: str, asked: Mapping[str, Any], shape: RunShape, local_toke
 def _whole_layers(asked: Mapping[str, Any]) -> bool:
     """Whether a memory option is asked for that only a step with whole layers has."""
     return bool({"tiled_mlp", "tiled_mlp_num_shards", "heads_k_stride"} & asked.keys()) or (
-        asked.get("every_n_layers", 1) > 1 or bool(asked.get("overlap_exchange")) or _by_layer(asked)
+        asked.get("activation_checkpointing") is False
+        or asked.get("every_n_layers", 1) > 1
+        or bool(asked.get("overlap_exchange"))
+        or _by_layer(asked)
     )
 
 

@@ -103,7 +103,6 @@ RING = Backend(
     has_stages=True,
     schedule=ring_schedule_of,
     has_branches=True,
-    accelerate_degree="cp",
     color="#E69F00",
     marker="s",
 )
@@ -118,7 +117,6 @@ GATHER = replace(
     held=_gather_held,
     has_stages=False,
     schedule=gather_schedule_of,
-    accelerate_degree=None,
     color="#56B4E9",
     marker="v",
 )

@@ -57,7 +57,6 @@ ULYSSES = Backend(
     has_stages=True,
     schedule=_schedule_of,
     has_branches=True,
-    accelerate_degree="sp",
     color="#009E73",
     marker="D",
 )
@@ -68,7 +67,6 @@ LOCAL = replace(
     arrangements=_nowhere,
     arrange=_alone,
     engine="fsdp2",
-    accelerate_degree=None,
     color="#000000",
     marker="o",
 )
