@@ -73,28 +73,20 @@ def _gather_held(elements: float, element_size: int, ring: int, part: float) -> 
     return 2 * element_size * elements * ring * min(1, 2 * part), 8 * elements * (1 + ring * part)
 
 
-def _ring_of(sp: int) -> Sequence[Arrangement]:
-    return [Arrangement(name="ring", ring=sp, ulysses=1)]
+def _arrangements(name: str, sp: int) -> Sequence[Arrangement]:
+    return [Arrangement(name=name, ring=sp, ulysses=1)]
 
 
-def _gather_of(sp: int) -> Sequence[Arrangement]:
-    return [Arrangement(name="gather", ring=sp, ulysses=1)]
-
-
-def _whole_ring(setup: Setup, ring_size: int | None) -> Arrangement:
+def _arrange(name: str, setup: Setup, ring_size: int | None) -> Arrangement:
     """Return a ring of all ranks, which works with any number of heads."""
-    return _ring_of(setup.sp)[0]
-
-
-def _whole_gather(setup: Setup, ring_size: int | None) -> Arrangement:
-    return _gather_of(setup.sp)[0]
+    return Arrangement(name=name, ring=setup.sp, ulysses=1)
 
 
 RING = Backend(
     name="ring",
     attention=ring_attention_of,
-    arrangements=_ring_of,
-    arrange=_whole_ring,
+    arrangements=partial(_arrangements, "ring"),
+    arrange=partial(_arrange, "ring"),
     has_ring_size=False,
     passes=ring_passes,
     held=_ring_held,
@@ -111,8 +103,8 @@ GATHER = replace(
     RING,
     name="gather",
     attention=_gather_attention_of,
-    arrangements=_gather_of,
-    arrange=_whole_gather,
+    arrangements=partial(_arrangements, "gather"),
+    arrange=partial(_arrange, "gather"),
     passes=gather_passes,
     held=_gather_held,
     has_stages=False,

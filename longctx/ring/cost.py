@@ -29,7 +29,7 @@ from longctx.attention.cost import (
     Setup,
     block_seconds,
     key_value_elements,
-    num_stages,
+    stages_of,
 )
 from longctx.ring.order import MessageOrder, heads_at_a_time
 
@@ -82,7 +82,7 @@ def _gathered(compute: Seconds, ended: Seconds, link: float) -> AttentionTime:
 
 def ring_passes(setup: Setup, arrangement: Arrangement, work: RingWork) -> tuple[AttentionTime, AttentionTime]:
     """Return the modelled time of a ring, forward and backward."""
-    ring, stages = arrangement.ring, num_stages(setup, arrangement)
+    ring, stages = arrangement.ring, len(stages_of(setup, arrangement))
     rank, hop = np.ogrid[:ring, :ring]
     received = np.where(hop > 0, work.received, 0)
     message = stages * setup.machine.speeds.message_seconds * (received > 0)
