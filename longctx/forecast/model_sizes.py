@@ -106,7 +106,7 @@ class ModelSizes:
             num_attention_layers=num_mixing_layers(config) - recurrent if recurrent else None,
             norm_width=max(width for width, _ in norms),
             head_norm_width=max(width for _, width in norms),
-            projection_parameters=_latent_projections(text) if is_latent(config) else None,
+            projection_parameters=_linear_parameters(layers[-1].self_attn) if is_latent(config) else None,
         )
 
 
@@ -143,16 +143,6 @@ def adapter_rows(model: ModelSizes) -> int:
     """Return the parameters of a rank-1 adapter on every matrix of every layer, the most that an adapter has."""
     h, width = model.hidden_size, model.intermediate_size
     return model.num_layers * (7 * h + 2 * model.query_size + 2 * model.key_value_size + 3 * width)
-
-
-def _latent_projections(text: PretrainedConfig) -> int:
-    """Return the parameters of a layer's projections in multi-head latent attention, those to latents and from them."""
-    h, rank, latent = text.hidden_size, text.q_lora_rank, text.kv_lora_rank
-    query = text.num_attention_heads * (text.qk_nope_head_dim + text.qk_rope_head_dim)
-    key_value = text.num_attention_heads * (text.qk_nope_head_dim + text.v_head_dim)
-    queries = h * query if rank is None else rank * (h + query)
-    output = h * text.num_attention_heads * text.v_head_dim
-    return queries + h * (latent + text.qk_rope_head_dim) + latent * key_value + output
 
 
 def _mlp_width(text: PretrainedConfig) -> tuple[int, int]:
