@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -59,17 +58,6 @@ class Choice:
     def memory_flags(self) -> dict[str, Any]:
         """The values of the flags that ask for the preset and the options."""
         return {"memory": self.memory, **memory_flags(self.asked)}
-
-    @property
-    def name(self) -> str:
-        """The arrangement, such as `ring 4`, `ulysses 2 × ring 4` or `sp 1`."""
-        return str(self.shape.arrangement) if self.shape.sp > 1 else "sp 1"
-
-    @property
-    def label(self) -> str:
-        """The arrangement with the flags about memory."""
-        words = (word for name, value in self.memory_flags.items() for word in (f"--{name}", str(value)))
-        return f"{self.name} {shlex.join(words)}"
 
     @property
     def level(self) -> int:
