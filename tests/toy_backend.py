@@ -67,12 +67,11 @@ TOY = replace(
     schedule=None,
     arrangements=_toys,
     arrange=lambda setup, ring_size: _toys(setup.sp)[0],
-    held=lambda kv: (2 * kv.element_size * kv.elements * kv.ring, 2 * kv.element_size * kv.elements * kv.ring),
+    held=lambda elements, element_size, ring, part: (2 * element_size * elements * ring,) * 2,
     engine="deepspeed",  # by default, as no other ring
     keeps_output=False,
     has_stages=False,
     has_branches=False,
-    accelerate_degree=None,
     color="#F0E442",
     marker="*",
 )

@@ -33,22 +33,6 @@ ScheduleOfBatch = Callable[[Layout, SequenceGroups, AttentionKind], Schedule]
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeyValues:
-    """The sizes of a layer's keys and values on which the memory of a ring depends."""
-
-    elements: float
-    """Elements of k, or of v, for one token and all heads."""
-    element_size: int
-    """Bytes of an element."""
-    num_heads: int
-    """Key/value heads."""
-    ring: int
-    """Ranks in the ring, R; at least 2."""
-    heads_k_stride: int | None
-    """Key/value heads that travel at a time; None means the backend's default."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Backend:
     """One attention backend. Every field has to be given, so that an incomplete backend cannot be made."""
 
@@ -70,9 +54,12 @@ class Backend:
     """Whether --ring_size chooses among its arrangements."""
     passes: Callable[[Setup, Arrangement, RingWork], tuple[AttentionTime, AttentionTime]]
     """Return the modelled seconds of a layer's attention, forward and backward, without the exchange for heads."""
-    held: Callable[[KeyValues], tuple[float, float]]
-    """Return the bytes that a ring holds for each token of a rank in the backward pass: those of received keys and
-    values, and those of gradients of keys and values."""
+    held: Callable[[float, int, int, float], tuple[float, float]]
+    """(elements, element_size, ring, part) -> the bytes that a ring holds for each token of a rank in a backward pass:
+    those of received keys and values, and those of gradients of keys and values.
+
+    `elements` are those of k, or of v, for one token and all heads, of `element_size` bytes each; `part` is the part of
+    the heads that a gather collects at a time."""
     engine: Literal["deepspeed", "fsdp2"]
     """The engine that --engine auto selects."""
     keeps_output: bool
@@ -84,8 +71,6 @@ class Backend:
     None if the backend does not support this step."""
     has_branches: bool
     """Whether it computes documents with branches, see `longctx.sequence.layout`."""
-    accelerate_degree: str | None
-    """The degree of accelerate's ParallelismConfig that selects it, `cp` or `sp`; None if neither does."""
     color: str
     """Color in pictures, as `#RRGGBB`."""
     marker: str
@@ -129,10 +114,6 @@ class Registry(dict[str, Backend]):
 
     def __missing__(self, name: str) -> Backend:
         raise ValueError(f"The attention backend {name!r} is unknown. Use one of {', '.join(self)}.")
-
-    def of_degree(self, accelerate_degree: str) -> str:
-        """Return the name of the backend that a degree of accelerate's ParallelismConfig, `cp` or `sp`, selects."""
-        return next(name for name, backend in self.items() if backend.accelerate_degree == accelerate_degree)
 
     @property
     def spread(self) -> dict[str, Backend]:

@@ -143,6 +143,8 @@ def choose_backend(
     else:
         why = "; ".join(_reasons(refused))
         raise ValueError(f"--sp_backend auto finds no backend for sp {sp} ({why}). Lower --sp, or name a backend.")
+    longest = max(int(row.sum()) for row in documents.rows) if documents is not None else 0
+    recurrent = recurrent_time(setup, chosen, longest) if longest else None
     return BackendChoice(
         arrangement=chosen,
         reason=reason,
@@ -150,15 +152,8 @@ def choose_backend(
         refused=tuple(refused),
         documents=documents.source if documents is not None else "",
         overlaps_exchange=documents is not None and exchange_overlaps(setup, chosen, documents),
-        recurrent=_of_recurrent_layers(setup, chosen, documents),
+        recurrent=recurrent.describe() if recurrent else "",
     )
-
-
-def _of_recurrent_layers(setup: Setup, arrangement: Arrangement, documents: Documents | None) -> str:
-    if setup.recurrent is None or documents is None:
-        return ""
-    time = recurrent_time(setup, arrangement, max(int(row.sum()) for row in documents.rows))
-    return time.describe() if time is not None else ""
 
 
 def exchange_overlaps(setup: Setup, arrangement: Arrangement, documents: Documents) -> bool:

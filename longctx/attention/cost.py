@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from longctx.machine.speeds import FLOPS_BACKWARD, FLOPS_FORWARD
 from longctx.model.allow_list import head_size, num_heads
 from longctx.model.recurrent import RecurrentSizes, recurrent_sizes
 from longctx.ring.plan import RingPlan
-from longctx.ring.planner import MAX_IMBALANCE, TimeOfPlan, plan_ring
+from longctx.ring.planner import plan_ring
 from longctx.ulysses.exchange import key_value_copies
 from longctx.ulysses.stages import Stage, head_stages
 
@@ -134,17 +135,9 @@ class RingWork:
     """Tokens of the sequence, T."""
 
     @classmethod
-    def of(
-        cls,
-        document_lengths: NDArray[np.integer],
-        ring: int,
-        *,
-        max_imbalance: float = MAX_IMBALANCE,
-        time_of: TimeOfPlan | None = None,
-    ) -> RingWork:
-        """Return the work by `plan_ring` for one sequence, whose tokens have to be a multiple of `ring`."""
-        cu_seqlens = np.concatenate(([0], np.cumsum(document_lengths)))
-        return cls.of_plan(plan_ring(cu_seqlens, ring, max_imbalance=max_imbalance, time_of=time_of))
+    def of(cls, document_lengths: NDArray[np.integer], ring: int, **options: Any) -> RingWork:
+        """Return the work by `plan_ring`, with options of it, for a sequence whose tokens are a multiple of `ring`."""
+        return cls.of_plan(plan_ring(np.concatenate(([0], np.cumsum(document_lengths))), ring, **options))
 
     @classmethod
     def of_plan(cls, plan: RingPlan) -> RingWork:
@@ -196,11 +189,6 @@ def stages_of(setup: Setup, arrangement: Arrangement) -> list[Stage]:
     if setup.heads_k_stride is None and not (setup.overlap_exchange and arrangement.ulysses > 1):
         return list(head_stages(per_rank, sharing, per_rank, split_queries=False))
     return list(head_stages(per_rank, sharing, setup.heads_k_stride, split_queries=arrangement.ring == 1))
-
-
-def num_stages(setup: Setup, arrangement: Arrangement) -> int:
-    """Return how many parts of the heads a rank attends to one after the other."""
-    return len(stages_of(setup, arrangement))
 
 
 def key_value_elements(setup: Setup, arrangement: Arrangement) -> float:

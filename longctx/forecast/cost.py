@@ -133,7 +133,12 @@ def cost(
         counts_experts: see `longctx.forecast.seconds.step_seconds`.
     """
     padded = shape.padded(length)
-    moment, device, host_moment, host = _memory(shape, machine, padded)
+    ranks = _ranks(shape, machine)
+    moment, device = largest(_device(shape, machine, padded))
+    host_moment, host = largest(host_moments(shape, padded, ranks, is_cpu=machine.is_cpu))
+    if machine.is_cpu:
+        host |= {name: host.get(name, 0.0) + size * ranks for name, size in device.items()}
+        device = {}
     row = filled(documents or [length], padded)
     seconds = step_seconds(shape, machine, padded, row, counts_experts=counts_experts)
     trained = shape.model.num_trained_parameters
@@ -169,31 +174,17 @@ def peaks_and_seconds(shape: RunShape, machine: Machine, length: int, documents:
         length: tokens of a row, padding included.
         documents: lengths of its documents, `length` in all.
     """
-    ranks, is_cpu = _ranks(shape, machine), machine.is_cpu
-    device: Any
-    host: Any
-    device, host = (
-        functools.reduce(np.maximum, (sum(sizes.values()) for sizes in moments.values()))
-        for moments in (
-            _device(shape, machine, length),
-            host_moments(shape, length, ranks, is_cpu=is_cpu),
-        )
-    )
+    device, host = _peaks(shape, machine, length)
     seconds = sum(step_seconds(shape, machine, length, documents).values())
-    if is_cpu:
-        host, device = host + ranks * device, 0.0
     return np.maximum(device / (machine.device_bytes or 1.0), host / machine.host_bytes), seconds, host
 
 
-def _memory(shape: RunShape, machine: Machine, length: int) -> tuple[str, dict[str, Any], str, dict[str, Any]]:
-    """Return the device's fullest moment with its sizes, and the host's."""
+def _peaks(shape: RunShape, machine: Machine, length: int) -> tuple[Any, Any]:
+    """Return the bytes of a device, 0 where all memory is the host's, and those of the host, each at its peak."""
     ranks = _ranks(shape, machine)
-    moment, device = largest(_device(shape, machine, length))
-    host_moment, host = largest(host_moments(shape, length, ranks, is_cpu=machine.is_cpu))
-    if machine.is_cpu:
-        host |= {name: host.get(name, 0.0) + size * ranks for name, size in device.items()}
-        device = {}
-    return moment, device, host_moment, host
+    moments = _device(shape, machine, length), host_moments(shape, length, ranks, is_cpu=machine.is_cpu)
+    device, host = (functools.reduce(np.maximum, (sum(sizes.values()) for sizes in of.values())) for of in moments)
+    return (0.0, host + ranks * device) if machine.is_cpu else (device, host)
 
 
 def _device(shape: RunShape, machine: Machine, length: int) -> dict[str, dict[str, Any]]:
@@ -236,10 +227,10 @@ def reach(shape: RunShape, machine: Machine, *, beside_device: float = 0.0, besi
     """
 
     def full(length: int) -> Literal["device", "host"] | None:
-        _, device, _, host = _memory(shape, machine, length)
-        if not machine.is_cpu and sum(device.values()) + beside_device > machine.device_bytes:
+        device, host = _peaks(shape, machine, length)
+        if not machine.is_cpu and device + beside_device > machine.device_bytes:
             return "device"
-        return "host" if sum(host.values()) + beside_host > machine.host_bytes else None
+        return "host" if host + beside_host > machine.host_bytes else None
 
     fits, too_long = 0, shape.sp
     while (binds := full(too_long)) is None:

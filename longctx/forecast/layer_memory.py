@@ -17,11 +17,11 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from longctx.attention.backend import KeyValues
 from longctx.forecast.shape import FP32, RunShape
 from longctx.layers.chunked.attention import num_head_groups
 from longctx.layers.chunked.tiles import tile_tokens
 from longctx.recurrent.cost import given_bytes, written_bytes
+from longctx.ring.order import heads_at_a_time
 from longctx.ulysses.exchange import key_value_copies
 from longctx.ulysses.stages import head_stages
 
@@ -67,17 +67,17 @@ class Layer(NamedTuple):
 def layer_bytes(shape: RunShape) -> Layer:
     """Return what one layer saves for each token without checkpointing, and what its backward pass adds."""
     model, b, stream = shape.model, shape.element_size, shape.stream_size
-    h, q, kv, width = model.hidden_size, model.query_size, model.key_value_size, model.intermediate_size
+    h, width = model.hidden_size, model.intermediate_size
     saved_heads, made, exchange = _attention(shape)
     if shape.fused_layers or shape.options.tiled_mlp_num_shards is not None:  # norms are tiled, too
         casts = (1, 1) if stream == b else (3, 2)  # autocast makes one each for q, k and v, and for gate and up
-        norms, qk_norms = (casts[0] * b * h, (stream + casts[1] * b) * h), b * (q + kv)
+        norms, of_norm = (casts[0] * b * h, (stream + casts[1] * b) * h), b
     else:
-        norms, qk_norms = _norms(h, b, stream), (4 + b) * (q + kv)
+        norms, of_norm = _norms(h, b, stream), 4 + b
     tensors, tensors_backward = (3, 1) if shape.fused_layers else (4, 2)  # gate, up, (activation,) product
     return Layer(
-        norm_before_attention=norms[0] + qk_norms * model.has_qk_norm,
-        norm_before_mlp=norms[1],
+        norm_before_attention=norms[0] + of_norm * model.head_norm_width,
+        norm_before_mlp=norms[1] + of_norm * (model.norm_width - 2 * h),
         attention=saved_heads + LOG_SUM_EXP_BYTES * model.num_heads,
         attention_backward=made,
         exchange=exchange,
@@ -116,15 +116,8 @@ def _attention(shape: RunShape) -> tuple[float, float, float]:
     kernel = b * heads + dq + (shared if shares else 0)
     if shape.ring > 1:
         made = b * q + RING_QUERY_GRADIENTS * q + kernel - dq
-        held, grads = shape.backend.held(
-            KeyValues(
-                elements=kv * copies,
-                element_size=b,
-                num_heads=model.num_key_value_heads,
-                ring=shape.ring,
-                heads_k_stride=options.heads_k_stride,
-            )
-        )
+        part = min(1.0, heads_at_a_time(model.num_key_value_heads, options.heads_k_stride) / model.num_key_value_heads)
+        held, grads = shape.backend.held(kv * copies, b, shape.ring, part)
         passed_on = PASSED_ON_GRADIENTS * kv * copies
         exchange = 2 * b * kv * copies + held + (passed_on if stack.passes_gradients_on else grads)
     else:

@@ -13,23 +13,27 @@ AUTO = "auto"
 ALL = "all"
 """The value of --sp that stands for one group of all devices, with as many sequences as there would be groups."""
 
-PROFILE_OPTIONS = (
+OWN_FLAGS = (
     "offload_optimizer_device",
     "offload_param_device",
     "offload_optimizer_nvme_path",
     "offload_param_nvme_path",
     "communication_data_type",
-)
-"""Flags that an accelerate profile or a DeepSpeed file can set as well."""
-
-OWN_FLAGS = (
-    *PROFILE_OPTIONS,
     "tiled_mlp",
     "tiled_mlp_num_shards",
     "heads_k_stride",
     "overlap_exchange",
     "sequence_chunk_size",
 )
+"""Memory options that are flags of longctx, and of no other trainer."""
+
+CHECKPOINT_KEYS = {
+    "every_n_layers": "every_n_layers",
+    "whole_layers": "whole_layers",
+    "selective": "selective",
+    "offloaded_layers": "offload",
+}
+"""Memory options that are keys of --activation_checkpointing_kwargs, and those keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +75,6 @@ class MemoryOptions:
     """Whether DeepSpeed reduces, fetches and keeps less at a time than a layer."""
 
     @property
-    def differs_by_layer(self) -> bool:
-        """Whether numbers of layers say what layers keep."""
-        return self.whole_layers > 0 or type(self.selective) is int or self.offloaded_layers is not None
-
-    @property
     def offloads(self) -> bool:
         """Whether anything is kept off the devices."""
         places = {self.offload_optimizer_device, self.offload_param_device}
@@ -83,15 +82,9 @@ class MemoryOptions:
 
     def settings(self) -> dict[str, Any]:
         """Return every memory option by its flag, and by its older name if it has one."""
-        kwargs = dict(self.checkpoint_kwargs)
-        if self.every_n_layers > 1:
-            kwargs["every_n_layers"] = self.every_n_layers
-        if self.selective is not None:
-            kwargs["selective"] = self.selective
-        if self.whole_layers:
-            kwargs["whole_layers"] = self.whole_layers
-        if self.offloaded_layers is not None:
-            kwargs["offload"] = self.offloaded_layers
+        default = MemoryOptions()
+        changed = [name for name in CHECKPOINT_KEYS if getattr(self, name) != getattr(default, name)]
+        kwargs = {**self.checkpoint_kwargs, **{CHECKPOINT_KEYS[name]: getattr(self, name) for name in changed}}
         return {
             "activation_checkpointing": self.activation_checkpointing,
             "activation_checkpointing_kwargs": kwargs or None,
@@ -104,14 +97,9 @@ class MemoryOptions:
 
     def parallelize_arguments(self) -> dict[str, Any]:
         """Return the memory options that `longctx.parallelize` carries out, by keyword."""
-        keywords = {
-            "selective_checkpointing": self.selective,
-            "whole_layers": self.whole_layers or None,
-            "offloaded_layers": self.offloaded_layers,
-            "heads_k_stride": self.heads_k_stride,
-            "tiled_mlp_num_shards": self.tiled_mlp_num_shards,
-            "sequence_chunk_size": self.sequence_chunk_size,
-        }
+        names = ("offloaded_layers", "heads_k_stride", "tiled_mlp_num_shards", "sequence_chunk_size")
+        keywords = {name: getattr(self, name) for name in names}
+        keywords |= {"selective_checkpointing": self.selective, "whole_layers": self.whole_layers or None}
         return {name: value for name, value in keywords.items() if value is not None}
 
     def describe(self) -> str:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from longctx.forecast.memory_options import (
+    CHECKPOINT_KEYS,
     CPU,
     NONE,
     NVME,
@@ -63,15 +64,6 @@ def asked_memory_options(settings: Settings) -> dict[str, Any]:
     return asked
 
 
-CHECKPOINT_KEYS = {
-    "every_n_layers": "every_n_layers",
-    "whole_layers": "whole_layers",
-    "selective": "selective",
-    "offloaded_layers": "offload",
-}
-"""Memory options that are keys of --activation_checkpointing_kwargs, and those keys."""
-
-
 def memory_flags(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of flags, by name, that ask for these memory options: the inverse of `asked_memory_options`."""
     kwargs = {key: asked[name] for name, key in CHECKPOINT_KEYS.items() if name in asked}
@@ -113,63 +105,31 @@ def _is_number_of_layers(value: Any) -> bool:
 
 def prefers_ulysses(memory: str, asked: Mapping[str, Any]) -> bool:
     """Whether the sequence-chunked step is asked for, which has less on the device without a ring."""
-    by_preset = memory == "longest" and asked.get("activation_checkpointing") is not False and not _whole_layers(asked)
+    by_preset = memory == "longest" and not _whole_layers(asked)
     return by_preset or asked.get("sequence_chunk_size") is not None
 
 
 def with_options(shape: RunShape, memory: str, asked: Mapping[str, Any], length: int) -> RunShape:
-    """Return the shape with the memory options of a preset, and with those that are asked for, by flag.
+    """Return the shape with the memory options of a preset, and with those that are asked for.
 
     Args:
+        shape: whose own memory options do not matter.
+        memory: a name of PRESETS.
+        asked: what the user or a profile set, by flag, as `asked_memory_options` returns it.
         length: tokens of a row, on which the chunks of a preset depend.
 
     Raises:
         ValueError: for a memory option that the run does not support, with its value, the limit and the remedy.
     """
-    tokens = -(-length * shape.rows // shape.sp)
-    return replace(shape, options=resolve_memory_options(memory, asked, shape, tokens))
-
-
-def resolve_memory_options(memory: str, asked: Mapping[str, Any], shape: RunShape, local_tokens: int) -> MemoryOptions:
-    """Resolve every memory option.
-
-    Args:
-        memory: a name of PRESETS.
-        asked: what the user or a profile set, by flag, as `asked_memory_options` returns it.
-        shape: of the run, whose own memory options do not matter.
-        local_tokens: most tokens of a micro-batch on one rank.
-
-    Raises:
-        ValueError: for a memory option that the run does not support, with its value, the limit and the remedy.
-    """
     check_support(asked, shape)
-    preset = _possible(memory, asked, shape, local_tokens)
-    values = {**preset, **asked}
-    chunk = values.get("sequence_chunk_size")
-    offloaded = values.get("offloaded_layers")
-    memory_options = MemoryOptions(
-        memory=memory,
-        set_by_preset=tuple(preset),
-        activation_checkpointing=bool(values.get("activation_checkpointing", True)),
-        every_n_layers=values.get("every_n_layers", 1),
-        whole_layers=values.get("whole_layers", 0),
-        activation_offloading=bool(values.get("activation_offloading")) and (chunk is None or offloaded is None),
-        offloaded_layers=offloaded,
-        selective=values.get("selective"),
-        checkpoint_kwargs=values.get("checkpoint_kwargs", {}),
-        tiled_mlp_num_shards=_num_shards(values),
-        heads_k_stride=values.get("heads_k_stride"),
-        overlap_exchange=values.get("overlap_exchange"),
-        sequence_chunk_size=chunk,
-        offload_optimizer_device=values.get("offload_optimizer_device", NONE),
-        offload_param_device=values.get("offload_param_device", NONE),
-        offload_optimizer_nvme_path=values.get("offload_optimizer_nvme_path"),
-        offload_param_nvme_path=values.get("offload_param_nvme_path"),
-        communication_data_type=values.get("communication_data_type", "auto"),
-        small_buckets=bool(values.get("small_buckets")),
-    )
+    preset = _possible(memory, asked, shape, -(-length * shape.rows // shape.sp))
+    values = {**preset, **asked, "tiled_mlp_num_shards": _num_shards({**preset, **asked})}
+    values.pop("tiled_mlp", None)
+    if values.get("sequence_chunk_size") is not None and values.get("offloaded_layers") is not None:
+        values["activation_offloading"] = False
+    memory_options = MemoryOptions(memory=memory, set_by_preset=tuple(preset), **values)
     check_combinations(memory_options, shape)
-    return memory_options
+    return replace(shape, options=memory_options)
 
 
 def _possible(memory: str, asked: Mapping[str, Any], shape: RunShape, local_tokens: int) -> dict[str, Any]:
@@ -182,7 +142,7 @@ def _possible(memory: str, asked: Mapping[str, Any], shape: RunShape, local_toke
     if memory != "longest":
         return {name: value for name, value in preset.items() if name not in asked and not _needs(asked)}
     never_whole = ("activation_offloading", "tiled_mlp", "heads_k_stride")
-    chunks = shape.can_chunk and asked.get("activation_checkpointing") is not False and not _whole_layers(asked)
+    chunks = shape.can_chunk and not _whole_layers(asked)
     left_out = {*never_whole} if chunks or "sequence_chunk_size" in asked else {"sequence_chunk_size"}
     if asked.get("activation_checkpointing") is False:
         left_out |= {"selective"}
@@ -200,7 +160,10 @@ def _possible(memory: str, asked: Mapping[str, Any], shape: RunShape, local_toke
 def _whole_layers(asked: Mapping[str, Any]) -> bool:
     """Whether a memory option is asked for that only a step with whole layers has."""
     return bool({"tiled_mlp", "tiled_mlp_num_shards", "heads_k_stride"} & asked.keys()) or (
-        asked.get("every_n_layers", 1) > 1 or bool(asked.get("overlap_exchange")) or _by_layer(asked)
+        asked.get("activation_checkpointing") is False
+        or asked.get("every_n_layers", 1) > 1
+        or bool(asked.get("overlap_exchange"))
+        or _by_layer(asked)
     )
 
 
@@ -278,11 +241,10 @@ def check_combinations(memory_options: MemoryOptions, shape: RunShape) -> None:
         "--overlap_exchange": memory_options.overlap_exchange is True,
         "--activation_offloading": memory_options.activation_offloading,
     }
-    if chunk is not None and any(acting_on_layers.values()):
-        other = next(name for name, acts in acting_on_layers.items() if acts)
+    if chunk is not None and (others := [name for name, acts in acting_on_layers.items() if acts]):
         raise ValueError(
-            f"--sequence_chunk_size {chunk} leaves no whole layer that {other} could act on; its activations are in "
-            f"host memory already. Leave out one of the two."
+            f"--sequence_chunk_size {chunk} leaves no whole layer that {others[0]} could act on; its activations are "
+            f"in host memory already. Leave out one of the two."
         )
     for_checkpoints = {
         "every_n_layers": memory_options.every_n_layers > 1,
@@ -290,10 +252,10 @@ def check_combinations(memory_options: MemoryOptions, shape: RunShape) -> None:
         "whole_layers": memory_options.whole_layers > 0,
         "offload": memory_options.offloaded_layers is not None,
     }
-    if not memory_options.activation_checkpointing and any(for_checkpoints.values()):
-        name = next(name for name, is_set in for_checkpoints.items() if is_set)
+    names = [name for name, is_set in for_checkpoints.items() if is_set]
+    if names and not memory_options.activation_checkpointing:
         raise ValueError(
-            f"--activation_checkpointing_kwargs sets {name}, and activation checkpointing is off. Add "
+            f"--activation_checkpointing_kwargs sets {names[0]}, and activation checkpointing is off. Add "
             "--activation_checkpointing True, or leave it out."
         )
     if shape.unverified_with:

@@ -35,7 +35,11 @@ class ModelSizes:
     num_heads: int
     num_key_value_heads: int
     head_size: int
-    has_qk_norm: bool
+    norm_width: int
+    """Elements of hidden states that a layer's norms normalise for each token: 2·h with one norm before attention and
+    one before the MLP."""
+    head_norm_width: int
+    """Elements of queries, keys and latents that they normalise."""
     projection_parameters: int | None = None
     """Parameters of a layer's projections of multi-head latent attention; None for plain heads."""
     recurrent: RecurrentSizes | None = None
@@ -83,6 +87,7 @@ class ModelSizes:
         heads, key_value_heads = num_heads(config)
         width, experts = _mlp_width(text)
         recurrent = num_recurrent_layers(config)
+        norms = [_norm_widths(layer, text.hidden_size, heads, key_value_heads, head_size(config)) for layer in layers]
         return cls(
             num_parameters=count_parameters(model),
             num_trained_parameters=count_trained_parameters(model),
@@ -99,13 +104,33 @@ class ModelSizes:
             recurrent=recurrent_sizes(config),
             num_recurrent_layers=recurrent,
             num_attention_layers=num_mixing_layers(config) - recurrent if recurrent else None,
-            has_qk_norm=any(name.endswith("q_norm") for name, _ in layers[0].named_modules()),
-            projection_parameters=_latent_projections(text) if is_latent(config) else None,
+            norm_width=max(width for width, _ in norms),
+            head_norm_width=max(width for _, width in norms),
+            projection_parameters=_linear_parameters(layers[-1].self_attn) if is_latent(config) else None,
         )
 
 
 _KNOWN: dict[tuple[type[PretrainedConfig], str], ModelSizes] = {}
 """Sizes by the class and the text of the configuration."""
+
+
+def _norm_widths(
+    layer: nn.Module, hidden_size: int, num_heads: int, num_key_value_heads: int, head_size: int
+) -> tuple[int, int]:
+    """Return `norm_width` and `head_norm_width` of one layer; norms of recurrent states are left out."""
+    of_hidden = of_heads = 0
+    for name, norm in layer.named_modules():
+        module, _, kind = name.rpartition(".")
+        if "norm" not in type(norm).__name__.lower() or module not in ("", "mlp", "self_attn"):
+            continue
+        size = 0 if getattr(norm, "weight", None) is None else norm.weight.numel()
+        if module != "self_attn":
+            of_hidden += hidden_size
+        elif size in (0, head_size):
+            of_heads += head_size * (num_heads if kind.startswith("q") else num_key_value_heads)
+        else:
+            of_heads += size
+    return of_hidden, of_heads
 
 
 def _linear_parameters(layers: nn.Module) -> int:
@@ -118,16 +143,6 @@ def adapter_rows(model: ModelSizes) -> int:
     """Return the parameters of a rank-1 adapter on every matrix of every layer, the most that an adapter has."""
     h, width = model.hidden_size, model.intermediate_size
     return model.num_layers * (7 * h + 2 * model.query_size + 2 * model.key_value_size + 3 * width)
-
-
-def _latent_projections(text: PretrainedConfig) -> int:
-    """Return the parameters of a layer's projections in multi-head latent attention, those to latents and from them."""
-    h, rank, latent = text.hidden_size, text.q_lora_rank, text.kv_lora_rank
-    query = text.num_attention_heads * (text.qk_nope_head_dim + text.qk_rope_head_dim)
-    key_value = text.num_attention_heads * (text.qk_nope_head_dim + text.v_head_dim)
-    queries = h * query if rank is None else rank * (h + query)
-    output = h * text.num_attention_heads * text.v_head_dim
-    return queries + h * (latent + text.qk_rope_head_dim) + latent * key_value + output
 
 
 def _mlp_width(text: PretrainedConfig) -> tuple[int, int]:

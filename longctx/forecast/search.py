@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,16 +70,22 @@ class Choice:
         return self.cost.speed
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Candidate:
     """Memory options of a shape, and what is needed to compare them with others."""
 
-    memory: str
+    of: Any
+    """The `_Search` that found them."""
+    memory: str = "balanced"
     asked: Mapping[str, Any]
     used: float
     speed: float
     """Tokens a second and device."""
     host_bytes: float
+    counts: tuple[int, ...] = ()
+    """Layers that are whole, selective and offloaded, where they were searched."""
+    is_uniform: bool = True
+    """Whether all layers keep the same."""
 
     @property
     def level(self) -> int:
@@ -110,24 +116,22 @@ def search(
         memory: a preset that all of them have, or auto for the best options of each.
         fixed: memory options that somebody asked for, by name; auto leaves them as they are.
     """
-    found: list[Choice] = []
     searches = [
         _Search(s, machine, length, filled(documents or [length], s.padded(length)), fixed or {}) for s in shapes
     ]
     pool = [
-        (one, candidate)
+        candidate
         for one in searches
-        for candidate in (one.candidates() if memory == AUTO else one.single(memory, fixed or {}))
+        for candidate in (one.candidates() if memory == AUTO else one.single(memory, one.fixed))
     ]
-    chosen: set[int] = set()
-    for candidate in ranked([candidate for _, candidate in pool]):
-        one = next(of for of, other in pool if other is candidate)
-        if id(one) in chosen:
-            continue
-        chosen.add(id(one))
-        shape = one.resolved(candidate.memory, candidate.asked)
+    best: dict[int, _Candidate] = {}
+    for candidate in ranked(pool):
+        best.setdefault(id(candidate.of), candidate)
+    found = []
+    for one in best.values():
+        shape = one.of.resolved(one.memory, one.asked)
         taken = cost(shape, machine, length, documents, counts_experts=counts_experts)
-        found.append(Choice(shape=shape, cost=taken, memory=candidate.memory, asked=candidate.asked))
+        found.append(Choice(shape=shape, cost=taken, memory=one.memory, asked=one.asked))
     return found
 
 
@@ -193,12 +197,13 @@ class _Search:
         """Yield a preset with these options, if the shape supports them."""
         with suppress(ValueError):
             used, seconds, host = self._forecast(self.resolved(memory, asked))
-            yield _Candidate(memory, asked, float(used), self._tokens / float(seconds), float(host))
+            speed = self._tokens / float(seconds)
+            yield _Candidate(of=self, memory=memory, asked=asked, used=float(used), speed=speed, host_bytes=float(host))
 
     def candidates(self) -> Iterator[_Candidate]:
         """Yield options that may be the best, the simplest first."""
         states = "offload_param_device" if self.shape.is_fsdp else "offload_optimizer_device"
-        best, has_room = np.inf, False
+        best, has_room = 0.0, False
         for chunk, host, tiled, stride in _UNIFORM:
             if chunk is not None and has_room:
                 continue
@@ -209,14 +214,14 @@ class _Search:
                 for one in self._by_layer(shape, asked, best):
                     yield one
                     if one.level == 0:
-                        best, has_room = min(best, self._tokens / one.speed), has_room or host is None
+                        best, has_room = max(best, one.speed), has_room or host is None
         yield from self.single("longest", self.fixed)
 
     def _by_layer(self, shape: RunShape, asked: Mapping[str, Any], best: float) -> Iterator[_Candidate]:
         """Yield the fastest numbers of layers for options of the whole model, or those that need least.
 
         Args:
-            best: the least seconds so far of what leaves FREE_PART of the memory free.
+            best: the highest speed so far of what leaves FREE_PART of the memory free.
         """
         if BY_LAYER & self.fixed.keys():
             yield from self.single("balanced", asked)
@@ -226,42 +231,42 @@ class _Search:
         values = (*range(0, layers, step), layers)
         # With chunks, no layer is whole, and as many as can be are on the host.
         whole, offloaded = ((0,), values[:0:-1]) if is_chunked else (values, values)
-        points = self._points(shape, _grid(whole, values, offloaded, layers))
-        if points[0].used <= 1 and points[0].seconds <= WORTH_REFINING * best and not points[0].is_uniform:
+        points = self._points(shape, asked, _grid(whole, values, offloaded, layers))
+        mixed = points[0]
+        if mixed.used <= 1 and mixed.speed * WORTH_REFINING >= best and not mixed.is_uniform:
             near = [
-                tuple(n for n in range(count - step, count + step + 1) if 0 <= n <= layers)
-                for count in points[0].counts
+                tuple(n for n in range(count - step, count + step + 1) if 0 <= n <= layers) for count in mixed.counts
             ]
             if is_chunked:
                 near = [(0,), near[1], tuple(n for n in reversed(near[2]) if n > 0)]
-            refined = self._points(shape, _grid(near[0], near[1], near[2], layers))
-            points = [refined[0], *(one for one in points if one.is_uniform)]
-        mixed = points[0]
-        for point in points:
-            is_worth_it = all(_is_faster(point, other) for other in points if other.is_uniform)
-            if point.is_uniform or (point is mixed and is_worth_it):
-                kept = _options_of(shape, *point.counts)
-                yield _Candidate(
-                    "balanced", {**asked, **kept}, point.used, self._tokens / point.seconds, point.host_bytes
-                )
+            mixed = self._points(shape, asked, _grid(near[0], near[1], near[2], layers))[0]
+        uniform = [one for one in points if one.is_uniform]
+        if not mixed.is_uniform and all(_is_faster(mixed, one) for one in uniform):
+            yield mixed
+        yield from uniform
 
-    def _points(self, shape: RunShape, grid: Grid) -> list[_Point]:
-        """Return the best point of a grid, and the best of those at which all layers are equal."""
-        used, seconds, host = np.broadcast_arrays(*self._forecast(shape.with_layers(*grid.counts)))
+    def _points(self, shape: RunShape, asked: Mapping[str, Any], counts: NDArray[np.int64]) -> list[_Candidate]:
+        """Return the best numbers of layers of a grid, and the best of those at which all layers are equal.
+
+        Args:
+            counts: [3, n], layers that are whole, selective and offloaded.
+        """
+        used, seconds, host = np.broadcast_arrays(*self._forecast(shape.with_layers(*counts)))
+        is_uniform = ((counts == 0) | (counts == shape.model.num_layers)).all(axis=0)
         order = np.lexsort((np.where(used > 1, used, seconds), used > 1 - FREE_PART, used > 1))
-        equal = order[grid.is_uniform[order]]
-        found = []
-        for first in dict.fromkeys((*order[:1].tolist(), *equal[:1].tolist())):
-            found.append(
-                _Point(
-                    counts=tuple(int(count[first]) for count in grid.counts),
-                    seconds=float(seconds[first]),
-                    used=float(used[first]),
-                    host_bytes=float(host[first]),
-                    is_uniform=bool(grid.is_uniform[first]),
-                )
+        equal = order[is_uniform[order]]
+        return [
+            _Candidate(
+                of=self,
+                asked={**asked, **_options_of(shape, *counts[:, i].tolist())},
+                used=float(used[i]),
+                speed=self._tokens / float(seconds[i]),
+                host_bytes=float(host[i]),
+                counts=tuple(counts[:, i].tolist()),
+                is_uniform=bool(is_uniform[i]),
             )
-        return found
+            for i in dict.fromkeys((*order[:1].tolist(), *equal[:1].tolist()))
+        ]
 
     def _forecast(self, shape: RunShape) -> tuple[Any, Any, Any]:
         return peaks_and_seconds(shape, self.machine, shape.padded(self.length), self.row)
@@ -274,39 +279,21 @@ _UNIFORM = (
 """Sequence chunks, place of the states, tiles of the MLP and heads at a time, in the order of the search."""
 
 
-class _Point(NamedTuple):
-    counts: tuple[int, ...]
-    """Layers that are whole, selective and offloaded."""
-    seconds: float
-    used: float
-    host_bytes: float
-    is_uniform: bool
-    """Whether all layers are equal."""
-
-
-def _is_faster(one: _Point, other: _Point) -> bool:
-    """Whether a point leaves FREE_PART free where another does not, or is faster by more than WORTH_MIXING."""
-    if level_of(one.used) != level_of(other.used):
+def _is_faster(one: _Candidate, other: _Candidate) -> bool:
+    """Whether one leaves FREE_PART free where another does not, or is faster by more than WORTH_MIXING."""
+    if one.level != other.level:
         return one.used < other.used
-    return one.seconds < WORTH_MIXING * other.seconds
-
-
-class Grid(NamedTuple):
-    """Combinations of numbers of layers."""
-
-    counts: tuple[NDArray[np.int64], ...]
-    """Layers that are whole, selective and offloaded, int64 [n] each."""
-    is_uniform: NDArray[np.bool_]
-    """Whether all layers are equal, [n]."""
+    return WORTH_MIXING * one.speed > other.speed
 
 
 @functools.lru_cache(maxsize=256)
-def _grid(whole: tuple[int, ...], selective: tuple[int, ...], offloaded: tuple[int, ...], layers: int) -> Grid:
-    """Return every combination of these numbers that is possible in a model of `layers` layers."""
+def _grid(
+    whole: tuple[int, ...], selective: tuple[int, ...], offloaded: tuple[int, ...], layers: int
+) -> NDArray[np.int64]:
+    """Return every combination of these numbers that is possible in a model of `layers` layers, int64 [3, n]."""
     grid = np.stack(np.meshgrid(whole, selective, offloaded, indexing="ij")).reshape(3, -1)
     checkpointed = layers - grid[0]
-    grid = grid[:, (grid[1] <= checkpointed) & (grid[2] <= checkpointed)]
-    return Grid(tuple(grid), ((grid == 0) | (grid == layers)).all(axis=0))
+    return grid[:, (grid[1] <= checkpointed) & (grid[2] <= checkpointed)]
 
 
 def _options_of(shape: RunShape, whole: int, selective: int, offloaded: int) -> dict[str, Any]:

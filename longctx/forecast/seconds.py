@@ -236,8 +236,8 @@ def host_seconds(shape: RunShape, machine: Machine, length: int, pairs: float, c
     if shape.options.sequence_chunk_size is not None:
         every, again = passes(shape, tokens, pairs)
         repeated = shape.num_checkpointed - shape.num_selective
-        of_layer = sum(_exposed(shape, one, machine) for one in every)
-        return model.num_layers * of_layer + repeated * _exposed(shape, again, machine)
+        of_layer = sum(_exposed(one, speeds) for one in every)
+        return model.num_layers * of_layer + repeated * _exposed(again, speeds)
     offloaded = model.hidden_size * shape.num_offloaded + model.query_size * shape.num_selective_offloaded
     copied = 2 * shape.element_size * offloaded * tokens
     if not shape.stack.pins_host_memory:
@@ -249,16 +249,14 @@ def host_seconds(shape: RunShape, machine: Machine, length: int, pairs: float, c
     return exposed[0] + exposed[1]
 
 
-def _exposed(shape: RunShape, one: Pass, machine: Machine) -> float:
+def _exposed(one: Pass, speeds: Speeds) -> float:
     """Return the seconds of a pass's copies that its computation does not hide: those of the first part to arrive, of
     the last one to leave, and of what takes longer than to compute. A link carries both directions at once.
     """
-    speeds, both = machine.speeds, one.arriving + one.leaving
-    if not shape.stack.pins_host_memory:
-        return UNPINNED_PASSES * both * _ranks(shape, machine) / speeds.host_memory
     computed = one.matmul_flops / speeds.matmul
     computed += one.forward_flops / speeds.attention_forward + one.backward_flops / speeds.attention_backward
-    return both / one.parts / speeds.host_link + max(0.0, max(one.arriving, one.leaving) / speeds.host_link - computed)
+    exposed = max(0.0, max(one.arriving, one.leaving) / speeds.host_link - computed)
+    return (one.arriving + one.leaving) / one.parts / speeds.host_link + exposed
 
 
 def passes(shape: RunShape, tokens: float, pairs: float) -> tuple[list[Pass], Pass]:

@@ -39,32 +39,22 @@ REPETITIONS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The sizes of what is timed, large enough to keep a device busy and small enough to be done soon."""
+    """The sizes of what is timed, large enough to keep a GPU busy and small enough to be done soon."""
 
-    dtype: torch.dtype
-    tokens: int
-    hidden_size: int
-    intermediate_size: int
-    row: int
+    dtype: torch.dtype = torch.bfloat16
+    tokens: int = 8192
+    hidden_size: int = 4096
+    intermediate_size: int = 14336
+    row: int = 32768
     """Tokens of the document that attention is timed on."""
-    num_heads: int
-    num_key_value_heads: int
-    head_size: int
-    num_elements: int
+    num_heads: int = 32
+    num_key_value_heads: int = 8
+    head_size: int = 128
+    num_elements: int = 1 << 27
     """Elements of the fp32 tensors that are copied and updated, more than caches hold."""
 
 
-_ON_GPU = Work(
-    dtype=torch.bfloat16,
-    tokens=8192,
-    hidden_size=4096,
-    intermediate_size=14336,
-    row=32768,
-    num_heads=32,
-    num_key_value_heads=8,
-    head_size=128,
-    num_elements=1 << 27,
-)
+_ON_GPU = Work()
 _ON_CPU = Work(
     dtype=torch.float32,
     tokens=1024,

@@ -212,7 +212,11 @@ def name_of(shape: RunShape) -> str:
 
 def flags_of(choice: Choice) -> str:
     """Return the flags of longctx train that select an arrangement and its memory options."""
-    return shlex.join(word for name, value in _values_of(choice).items() for word in (f"--{name}", str(value)))
+    return _words(_values_of(choice))
+
+
+def _words(values: Mapping[str, Any]) -> str:
+    return shlex.join(word for name, value in values.items() for word in (f"--{name}", str(value)))
 
 
 def _values_of(choice: Choice) -> dict[str, Any]:
@@ -304,7 +308,8 @@ def _nothing_fits(plan: Plan) -> Iterator[str]:
     of = nearest.cost
     largest = ", ".join(f"{name} {_size(size)}" for name, size in _by_size(getattr(of, of.binds))[:3])
     yield (
-        f"Nothing fits {plan.length:,} tokens. The nearest, {name_of(nearest.shape)} with {flags_of(nearest)}, needs "
+        f"Nothing fits {plan.length:,} tokens. The nearest, {name_of(nearest.shape)} with "
+        f"{_words(nearest.memory_flags)}, needs "
         f"{of.used:.0%} of the {of.binds}'s memory ({largest})."
     )
     name, (_, far) = max(plan.reaches.items(), key=lambda item: item[1][1].length)

@@ -29,6 +29,7 @@ from longctx.attention.branches import (
 from longctx.attention.kernels import Entries, block_backward, block_forward, merge
 from longctx.attention.operator import Schedule, attend, binding_window
 from longctx.regions import region
+from longctx.ring.order import heads_at_a_time
 from longctx.ring.plan import RingPlan
 from longctx.ring.transport import TRANSPORTS, Transport, check_shard, fuse, split
 from longctx.ring.window import WindowSchedule
@@ -163,7 +164,7 @@ class RingSchedule:
         The keys and values of a group are sent while the group before is computed.
         """
         num_heads = k.shape[1]
-        stride = num_heads if not self.in_head_groups else self.heads_k_stride or -(-num_heads // 4)
+        stride = heads_at_a_time(num_heads, self.heads_k_stride) if self.in_head_groups else num_heads
         bounds = range(0, num_heads, stride)
         groups = [[_heads(x, num_heads, at, at + stride) for x in (q, k, v, *of_queries)] for at in bounds]
         travelling = (fuse(*(x[:, :, : self.longest_prefix] for x in group[1:3])) for group in groups)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
-from longctx.attention.backend import Backend, KeyValues
+from longctx.attention.backend import Backend
 from longctx.attention.cost import Arrangement, Setup
 from longctx.attention.operator import Schedule, attend
 from longctx.ring.attention import ring_schedule
@@ -54,75 +55,60 @@ def _gather_attention_of(
     return partial(attend, gather_schedule_of(layout, groups, kind, heads_k_stride=heads_k_stride))
 
 
-def ring_held(kv: KeyValues) -> tuple[float, float]:
+def _ring_held(elements: float, element_size: int, ring: int, part: float) -> tuple[float, float]:
     """Return `Backend.held` of a ring.
 
     Keys and values are there twice: attended to and arriving. Their fp32 gradients are there four times: the rank's
     own, the block's, those being sent and those arriving.
     """
-    return 4 * kv.element_size * kv.elements, 32 * kv.elements
+    return 4 * element_size * elements, 32 * elements
 
 
-def _gather_held(kv: KeyValues) -> tuple[float, float]:
+def _gather_held(elements: float, element_size: int, ring: int, part: float) -> tuple[float, float]:
     """Return `Backend.held` of a gather.
 
     Keys and values of all ranks are there for two groups of heads, one attended to and one arriving. Gradients in fp32
     are those of the rank's own tokens, and of one group for all ranks.
     """
-    part = min(1.0, (kv.heads_k_stride or -(-kv.num_heads // 4)) / kv.num_heads)
-    held = 2 * kv.element_size * kv.elements * kv.ring * min(1, 2 * part)
-    return held, 8 * kv.elements * (1 + kv.ring * part)
+    return 2 * element_size * elements * ring * min(1, 2 * part), 8 * elements * (1 + ring * part)
 
 
-def _ring_of(sp: int) -> Sequence[Arrangement]:
-    return [Arrangement(name="ring", ring=sp, ulysses=1)]
+def _arrangements(name: str, sp: int) -> Sequence[Arrangement]:
+    return [Arrangement(name=name, ring=sp, ulysses=1)]
 
 
-def _gather_of(sp: int) -> Sequence[Arrangement]:
-    return [Arrangement(name="gather", ring=sp, ulysses=1)]
-
-
-def _whole_ring(setup: Setup, ring_size: int | None) -> Arrangement:
+def _arrange(name: str, setup: Setup, ring_size: int | None) -> Arrangement:
     """Return a ring of all ranks, which works with any number of heads."""
-    return _ring_of(setup.sp)[0]
-
-
-def _whole_gather(setup: Setup, ring_size: int | None) -> Arrangement:
-    return _gather_of(setup.sp)[0]
+    return Arrangement(name=name, ring=setup.sp, ulysses=1)
 
 
 RING = Backend(
     name="ring",
     attention=ring_attention_of,
-    arrangements=_ring_of,
-    arrange=_whole_ring,
+    arrangements=partial(_arrangements, "ring"),
+    arrange=partial(_arrange, "ring"),
     has_ring_size=False,
     passes=ring_passes,
-    held=ring_held,
+    held=_ring_held,
     engine="fsdp2",
     keeps_output=True,
     has_stages=True,
     schedule=ring_schedule_of,
     has_branches=True,
-    accelerate_degree="cp",
     color="#E69F00",
     marker="s",
 )
 
-GATHER = Backend(
+GATHER = replace(
+    RING,
     name="gather",
     attention=_gather_attention_of,
-    arrangements=_gather_of,
-    arrange=_whole_gather,
-    has_ring_size=False,
+    arrangements=partial(_arrangements, "gather"),
+    arrange=partial(_arrange, "gather"),
     passes=gather_passes,
     held=_gather_held,
-    engine="fsdp2",
-    keeps_output=True,
     has_stages=False,
     schedule=gather_schedule_of,
-    has_branches=True,
-    accelerate_degree=None,
     color="#56B4E9",
     marker="v",
 )

@@ -29,14 +29,14 @@ from longctx.attention.cost import (
     Setup,
     block_seconds,
     key_value_elements,
-    num_stages,
+    stages_of,
 )
-from longctx.ring.order import MessageOrder
+from longctx.ring.order import MessageOrder, heads_at_a_time
 
 
 def gather_passes(setup: Setup, arrangement: Arrangement, work: RingWork) -> tuple[AttentionTime, AttentionTime]:
     """Return the modelled time of a gather, forward and backward."""
-    groups = _head_groups(setup.num_key_value_heads, setup.heads_k_stride)
+    groups = -(-setup.num_key_value_heads // heads_at_a_time(setup.num_key_value_heads, setup.heads_k_stride))
     moved = int(work.received[:, 1:2].max(initial=0)) * arrangement.ring * key_value_elements(setup, arrangement)
     latency = groups * setup.gather_latency(arrangement.ring) * (moved > 0)
     travel = setup.gather_seconds(moved * setup.element_size, arrangement.ring) + latency
@@ -82,7 +82,7 @@ def _gathered(compute: Seconds, ended: Seconds, link: float) -> AttentionTime:
 
 def ring_passes(setup: Setup, arrangement: Arrangement, work: RingWork) -> tuple[AttentionTime, AttentionTime]:
     """Return the modelled time of a ring, forward and backward."""
-    ring, stages = arrangement.ring, num_stages(setup, arrangement)
+    ring, stages = arrangement.ring, len(stages_of(setup, arrangement))
     rank, hop = np.ogrid[:ring, :ring]
     received = np.where(hop > 0, work.received, 0)
     message = stages * setup.machine.speeds.message_seconds * (received > 0)
@@ -208,8 +208,3 @@ def _speed(setup: Setup, arrangement: Arrangement) -> Seconds:
     rank, hop = np.ogrid[: arrangement.ring, : arrangement.ring]
     crosses = (node[(rank - hop) % arrangement.ring] != node[:, None]).any(axis=-1)
     return np.where(crosses, setup.machine.speeds.across.pass_on, setup.machine.speeds.within.pass_on)
-
-
-def _head_groups(num_key_value_heads: int, heads_k_stride: int | None) -> int:
-    """Return how many groups of heads a gather collects one after the other; four, or fewer, without a stride."""
-    return -(-num_key_value_heads // (heads_k_stride or -(-num_key_value_heads // 4)))

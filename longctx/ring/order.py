@@ -51,3 +51,8 @@ class MessageOrder(NamedTuple):
             returned=returned.tolist(),
             own_after=int(waits[0]) - 1 if len(waits) else last_hop,
         )
+
+
+def heads_at_a_time(num_key_value_heads: int, heads_k_stride: int | None) -> int:
+    """Return how many heads a gather collects at a time; a quarter of them without a stride."""
+    return heads_k_stride or -(-num_key_value_heads // 4)

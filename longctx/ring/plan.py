@@ -246,7 +246,7 @@ def _make_steps(plan: RingPlan, rank: int) -> tuple[RingStep, ...]:
 
 
 def _rectangles(
-    table: _SplitTable, row: IntArray | int, rank: IntArray, source: IntArray
+    table: _SplitTable, row: IntArray, rank: IntArray, source: IntArray
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Return the columns of `RingStep.entries`: what queries on `rank` see of the same document on `source`."""
     all_of_q = table.first_start[row, rank] > table.first_start[row, source]
@@ -260,24 +260,30 @@ def _rectangles(
 
 
 def _work_per_hop(plan: RingPlan) -> IntArray:
-    """Return `RingPlan.work_per_hop`: first add the entries of each split document, then each rank's own documents."""
+    """Return `RingPlan.work_per_hop`: of the entries of split documents, and of each rank's own documents."""
     pieces, table, world_size = plan._pieces, plan._split_table, plan.world_size
-    work = np.zeros((3, world_size, world_size), np.int64)  # of each rank with the keys of each rank
-    for row in range(len(table.first_start)):
-        present = np.flatnonzero(table.first_start[row] >= 0)
-        rank, source = present[:, None], present[None]
-        legal = (table.first_start[row, source] < table.last_start[row, rank]) & (rank != source)
-        q_start, q_end, kv_start, kv_end = _rectangles(table, row, rank, source)
-        queries = (q_end - q_start) * legal
-        for of_pair, value in zip(work, (queries * (kv_end - kv_start), legal, queries), strict=True):
-            of_pair[rank, source] += value
-    ranks = np.arange(world_size)
-    work = work[:, ranks[:, None], (ranks[:, None] - ranks) % world_size]
+    work = np.zeros((3, world_size, world_size), np.int64)
+    row, rank = np.nonzero(table.first_start >= 0)
+    count = np.bincount(row)[row]  # ranks that have a part of the document
+    source = rank[ranges(np.searchsorted(row, row), count)]
+    row, rank = np.repeat(row, count), np.repeat(rank, count)
+    legal = (table.first_start[row, source] < table.last_start[row, rank]) & (rank != source)
+    row, rank, source = row[legal], rank[legal], source[legal]
+    q_start, q_end, kv_start, kv_end = _rectangles(table, row, rank, source)
+    queries, hop = q_end - q_start, (rank - source) % world_size
+    for of_rank, value in zip(work, (queries * (kv_end - kv_start), np.ones_like(row), queries), strict=True):
+        np.add.at(of_rank, (rank, hop), value)
     new = np.append(True, (pieces.document[1:] != pieces.document[:-1]) | (pieces.rank[1:] != pieces.rank[:-1]))
     length, rank = np.add.reduceat(pieces.length, np.flatnonzero(new)), pieces.rank[new]
     for of_rank, value in zip(work[:, :, 0], (length * (length + 1) // 2, np.ones_like(length), length), strict=True):
         np.add.at(of_rank, rank, value)
     return work
+
+
+def ranges(start: IntArray, length: IntArray) -> IntArray:
+    """Return length[0] consecutive numbers from start[0], then length[1] numbers from start[1], and so on."""
+    before = np.cumsum(length) - length
+    return np.arange(int(length.sum())) + np.repeat(start - before, length)
 
 
 class Pieces(NamedTuple):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from longctx.attention.kernels import Entries, block_backward, block_forward, upload
 from longctx.regions import region
-from longctx.ring.plan import IntArray, PlacedPieces, RingPlan
+from longctx.ring.plan import IntArray, PlacedPieces, RingPlan, ranges
 from longctx.ring.transport import check_shard, fuse, split
 
 
@@ -77,12 +77,12 @@ def plan_window(plan: RingPlan, boundaries: IntArray, window: int | None, rank: 
     stop = np.where(travels, received_end[source], end[source])
     is_first = np.append(True, needer[1:] != needer[:-1])
     return WindowPlan(
-        send_rows=np.concatenate([_ranges(end - tokens, tokens) for tokens in send]),
+        send_rows=np.concatenate([ranges(end - tokens, tokens) for tokens in send]),
         send_sizes=send.sum(1).tolist(),
         receive_sizes=np.bincount(pieces.rank, receive, plan.world_size).astype(np.int64).tolist(),
         q_bounds=np.append(pieces.offset[pieces.rank == rank], plan.num_tokens // plan.world_size),
         kv_bounds=np.append((np.cumsum(size) - size)[is_first], size.sum()),
-        kv_rows=_ranges(stop - size, size),
+        kv_rows=ranges(stop - size, size),
     )
 
 
@@ -93,7 +93,7 @@ def _cut_at(plan: RingPlan, boundaries: IntArray) -> tuple[PlacedPieces, IntArra
     chunk = np.searchsorted(boundaries, begin, side="right") - 1
     count = np.searchsorted(boundaries, begin + whole.length) - chunk
     piece = np.repeat(np.arange(len(count)), count)
-    chunk = _ranges(chunk, count)
+    chunk = ranges(chunk, count)
     cut = np.maximum(begin[piece], boundaries[chunk])
     skipped = cut - begin[piece]
     length = np.minimum((begin + whole.length)[piece], boundaries[chunk + 1]) - cut
@@ -152,9 +152,3 @@ class WindowSchedule:
         if self.rows is None:
             self.rows = upload(self.mine.send_rows, device), upload(self.mine.kv_rows, device)
         return self.rows
-
-
-def _ranges(start: IntArray, length: IntArray) -> IntArray:
-    """Return length[0] consecutive numbers from start[0], then length[1] numbers from start[1], and so on."""
-    before = np.cumsum(length) - length
-    return np.arange(int(length.sum())) + np.repeat(start - before, length)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
-from longctx.attention.backend import Backend, KeyValues
+from longctx.attention.backend import Backend
 from longctx.attention.cost import Arrangement, Setup
 from longctx.attention.operator import LocalSchedule
 from longctx.ring.cost import ring_passes
@@ -20,7 +21,7 @@ def _schedule_of(layout: Layout, groups: SequenceGroups, kind: AttentionKind) ->
     return LocalSchedule(layout.cu_seqlens, kind, layout.segments)
 
 
-def _nothing_held(kv: KeyValues) -> tuple[float, float]:
+def _nothing_held(elements: float, element_size: int, ring: int, part: float) -> tuple[float, float]:
     """Return no bytes: without a ring, no keys and values travel while attention runs."""
     return 0.0, 0.0
 
@@ -56,25 +57,16 @@ ULYSSES = Backend(
     has_stages=True,
     schedule=_schedule_of,
     has_branches=True,
-    accelerate_degree="sp",
     color="#009E73",
     marker="D",
 )
 
-LOCAL = Backend(
+LOCAL = replace(
+    ULYSSES,
     name="local",
-    attention=partial(exchanged_attention, _schedule_of),
     arrangements=_nowhere,
     arrange=_alone,
-    has_ring_size=False,
-    passes=ring_passes,
-    held=_nothing_held,
     engine="fsdp2",
-    keeps_output=False,
-    has_stages=True,
-    schedule=_schedule_of,
-    has_branches=True,
-    accelerate_degree=None,
     color="#000000",
     marker="o",
 )

@@ -47,7 +47,8 @@ MODEL = ModelSizes(
     num_heads=4,
     num_key_value_heads=2,
     head_size=4,
-    has_qk_norm=False,
+    norm_width=16,
+    head_norm_width=0,
 )
 ULYSSES = shape_of(MODEL, world_size=2, sp=2, engine="fsdp2")
 LENGTH, TOKENS = 1024, 512

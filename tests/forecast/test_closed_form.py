@@ -12,10 +12,15 @@ import pytest
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    CohereConfig,
     DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
     GemmaConfig,
     LlamaConfig,
+    Olmo2Config,
     PretrainedConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -108,7 +113,25 @@ def test_projections_of_latent_attention_are_counted_exactly(rank: int | None) -
 
 def test_sizes_of_llama(llama: ModelSizes) -> None:
     assert llama.num_parameters == 8_030_261_248  # as its authors count
-    assert (llama.query_size, llama.key_value_size, llama.has_qk_norm) == (4096, 1024, False)
+    assert (llama.query_size, llama.key_value_size) == (4096, 1024)
+
+
+@pytest.mark.parametrize(
+    ("config", "hidden", "heads"),
+    [
+        (LlamaConfig(**SMALL), 2 * 64, 0),
+        (CohereConfig(**SMALL), 64, 0),
+        (Gemma2Config(**SMALL), 4 * 64, 0),
+        (Gemma3TextConfig(**SMALL), 4 * 64, (4 + 2) * 16),
+        (Olmo2Config(**{**SMALL, "num_key_value_heads": 4}), 2 * 64, 2 * 64),  # one norm for all heads
+        (Qwen3_5TextConfig(**SMALL | {"num_hidden_layers": 4}), 2 * 64, (4 + 2) * 16),  # of the layer with attention
+        (DeepseekV3Config(**SMALL, q_lora_rank=10, kv_lora_rank=12, qk_rope_head_dim=4), 2 * 64, 10 + 12),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_norms_are_counted(config: PretrainedConfig, hidden: int, heads: int) -> None:
+    sizes = ModelSizes.of_config(config)
+    assert (sizes.norm_width, sizes.head_norm_width) == (hidden, heads)
 
 
 MEMORY_OPTIONS = {
@@ -205,6 +228,13 @@ def _config(**changes) -> PretrainedConfig:
     return config
 
 
+def _gemma() -> PretrainedConfig:
+    """The same with Gemma 2's layers, all with full attention."""
+    sizes = {name: getattr(_config(), name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")}
+    of_layers = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "intermediate_size": 14336}
+    return Gemma2Config(**sizes, **of_layers, head_dim=128, vocab_size=4096)
+
+
 SMALL_MLP = {"intermediate_size": 1024}  # so that attention or norms are the peak
 TRACES = {
     "ulysses 8": (_config(), {"sp": 8}, {}),
@@ -218,6 +248,7 @@ TRACES = {
     ),
     "no checkpoints": (_config(), {"sp": 8, "activation_checkpointing": False}, {}),
     "gather 8": (_config(**SMALL_MLP), {"sp": 8, "ring": 8, "backend": "gather"}, {}),
+    "four norms a layer": (_gemma(), {"sp": 8}, {}),
 }
 
 
@@ -242,7 +273,7 @@ def _traced(settings: dict[str, Any], memory_options: dict[str, Any]) -> dict[st
     return settings | {"memory_options": settings["memory_options"] | memory_options}
 
 
-IN_BRIEF = ("ulysses 8", "ring 8")
+IN_BRIEF = ("ulysses 8", "ring 8", "four norms a layer")
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_a_search_takes_at_most_20_forecasts_a_shape(shapes, monkeypatch) -> Non
 
 def candidate(speed: float, options: int, host_bytes: float, used: float = 0.5) -> _Candidate:
     asked = dict.fromkeys(map(str, range(options)))
-    return _Candidate("balanced", asked, used=used, speed=speed, host_bytes=host_bytes)
+    return _Candidate(of=None, asked=asked, used=used, speed=speed, host_bytes=host_bytes)
 
 
 def test_within_2_percent_the_fewest_options_come_first_and_of_as_many_the_least_host_memory() -> None:

@@ -15,9 +15,8 @@ from longctx.attention.backends import BACKENDS
 from longctx.attention.operator import LocalSchedule
 from longctx.forecast.memory_presets import (
     asked_memory_options,
-    check_combinations,
     memory_flags,
-    resolve_memory_options,
+    with_options,
 )
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.tiny import tiny_config, tiny_model
@@ -156,17 +155,17 @@ def asked_by(flags):
 )
 def test_numbers_of_layers_that_cannot_be_are_refused(kwargs, message):
     with pytest.raises(ValueError, match=message.replace(".", r"\.")):
-        resolve_memory_options("balanced", of_kwargs(kwargs), SHAPE, 4096)
+        with_options(SHAPE, "balanced", of_kwargs(kwargs), 8192)
 
 
 def test_numbers_of_layers_need_checkpoints_and_whole_layers():
     asked = of_kwargs('{"whole_layers": 1}')
     with pytest.raises(ValueError, match="sets whole_layers, and activation checkpointing is off"):
-        resolve_memory_options("balanced", {**asked, "activation_checkpointing": False}, SHAPE, 4096)
+        with_options(SHAPE, "balanced", {**asked, "activation_checkpointing": False}, 8192)
     with pytest.raises(ValueError, match="leaves no whole layer that whole_layers could act on"):
-        resolve_memory_options("balanced", {**asked, "sequence_chunk_size": 64}, SHAPE, 4096)
-    assert not resolve_memory_options("fastest", asked, SHAPE, 4096).set_by_preset
-    check_combinations(resolve_memory_options("balanced", asked, SHAPE, 4096), SHAPE)
+        with_options(SHAPE, "balanced", {**asked, "sequence_chunk_size": 64}, 8192)
+    assert not with_options(SHAPE, "fastest", asked, 8192).options.set_by_preset
+    with_options(SHAPE, "balanced", asked, 8192)  # is not refused
 
 
 def test_chunks_need_a_backend_that_has_them():
@@ -174,7 +173,7 @@ def test_chunks_need_a_backend_that_has_them():
     try:
         shape = changed(SHAPE, sp=2, ring=2, backend="toy")
         with pytest.raises(ValueError, match="64 is not supported by this run's attention backend"):
-            resolve_memory_options("balanced", {"sequence_chunk_size": 64}, shape, 4096)
+            with_options(shape, "balanced", {"sequence_chunk_size": 64}, 8192)
     finally:
         del BACKENDS["toy"]
 
@@ -193,7 +192,7 @@ def test_chunks_need_a_backend_that_has_them():
 )
 def test_memory_options_by_layer_are_described_and_their_flags_ask_for_them(kwargs, text):
     asked = of_kwargs(kwargs)
-    memory_options = resolve_memory_options("balanced", asked, SHAPE, 4096)
+    memory_options = with_options(SHAPE, "balanced", asked, 8192).options
     assert memory_options.describe() == text
     flags = memory_flags(asked)
     assert asked_by(flags) == asked
