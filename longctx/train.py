@@ -47,7 +47,9 @@ def main(arguments: list[str] | None = None, method: Method = SFT) -> int:
             say_hello(longctx.__version__)  # accelerate's launcher takes seconds, too
         launcher = take_over(settings, method.module)
         from longctx.settings.processes import count_to_start
+        from longctx.settings.rules import fill
 
+        settings = fill(settings, launcher)
         started = count_to_start(settings, launcher)
     except ValueError as error:
         return end_refused(error)

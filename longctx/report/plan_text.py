@@ -22,6 +22,7 @@ from longctx.forecast.shape import RunShape
 from longctx.machine.here import Machine
 from longctx.machine.speeds import TABLE
 from longctx.model.rope import context_length, scaling_for
+from longctx.settings.arrange import arrange
 from longctx.settings.resolve import described, spreads
 from longctx.settings.run import Run
 from longctx.settings.values import Settings
@@ -144,8 +145,8 @@ class Plan:
     def _resolves(self, choice: Choice) -> bool:
         """Whether training takes the flags of a choice."""
         with suppress(ValueError):
-            settings, _, resolved = self._described
-            return bool(resolved(settings.with_("auto", **_values_of(choice))))
+            settings, facts = self._described
+            return bool(arrange(settings.with_("auto", **_values_of(choice)), facts))
         return False
 
     @cached_property

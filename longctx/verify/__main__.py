@@ -21,6 +21,7 @@ from longctx.settings.help import help_asked
 from longctx.settings.launcher import Launcher
 from longctx.settings.processes import count_to_start
 from longctx.settings.read import parse_flags
+from longctx.settings.rules import fill
 from longctx.settings.schema import BOOL, INT, Flag, Method
 from longctx.settings.values import Settings
 from longctx.train import start, take_over
@@ -125,7 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
             if device_count() == 0:
                 stay_on_cpu()  # accelerate's launcher imports DeepSpeed, which would say so on stdout
         launcher = take_over(settings, VERIFY.module)
-        settings = with_defaults(settings, launcher)
+        settings = fill(with_defaults(settings, launcher), launcher)
         started = count_to_start(settings, launcher)
     except ValueError as error:
         return end_refused(error)
@@ -178,7 +179,7 @@ def _compare(run: Run, folder: str, *, for_scripts: bool) -> list[Check]:
 
     started = time.perf_counter()
     progress("preparing the data")
-    prepared = probe_rows(prepare(with_tokenizer(replace(run, settings={**run.settings, "output_dir": folder}))))
+    prepared = probe_rows(prepare(with_tokenizer(run.decide(output_dir=folder))))
     progress("loading the model")
     trainer = build_trainer(prepared, load_layers(run, prepared))
     progress("looking at the machine")
@@ -187,7 +188,7 @@ def _compare(run: Run, folder: str, *, for_scripts: bool) -> list[Check]:
     checks = broadcast_object(check_parity(trainer, run.dims.sp))
     if trainer.sequence.rank == 0:
         seconds = time.perf_counter() - started
-        run = replace(prepared.run, settings=run.settings)  # the backend that the data decided on
+        run = replace(prepared.run, flags=run.flags)  # the backend that the data decided on
         print(_result(run, checks, machine, seconds, for_scripts=for_scripts), file=sys.__stdout__, flush=True)
     return checks
 

@@ -22,6 +22,8 @@ import yaml
 
 from longctx.launch.accelerate import shipped_configs
 from longctx.settings.launcher import FLAG_FIRST, PROFILE_FIRST, read_profile
+from longctx.settings.read import parse_flags
+from longctx.settings.resolve import resolve
 
 with Path(__file__).with_name("profile_keys.tsv").open(encoding="utf-8") as file:
     ROWS = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
@@ -262,10 +264,12 @@ def test_train_batch_size_is_the_product_or_refused(exported):
     env = exported(BASES["file"], {**JSON, "train_batch_size": 16})
     launcher = read_profile(env)
     assert seen_by_deepspeed(env)["train_batch_size"] == 16
-    launcher.check_train_batch_size(micro_batch_size=4, accumulation=2, world_size=2)
+    tiny = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib", "--use_cpu", "--per_device_train_batch_size"]
+    assert resolve(parse_flags([*tiny, "4", "--gradient_accumulation_steps", "2"]), launcher, env).dims.dp == 2
     with pytest.raises(ValueError, match=r"^train_batch_size in .*ds.json is 16.* 1 × .* 1 × 2 processes is 2\. "):
-        launcher.check_train_batch_size(micro_batch_size=1, accumulation=1, world_size=2)
-    read_profile(exported(BASES["file"])).check_train_batch_size(micro_batch_size=1, accumulation=1, world_size=2)
+        resolve(parse_flags([*tiny, "1"]), launcher, env)
+    env = exported(BASES["file"])
+    assert resolve(parse_flags([*tiny, "1"]), read_profile(env), env).dims.dp == 2
 
 
 MIXED = {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto", **JSON}

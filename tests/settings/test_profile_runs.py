@@ -67,7 +67,7 @@ def test_default_config_left_behind_works(kind, default_config):
     run = resolve_launched(default_config(kind), [*TINY, "--use_cpu", "True", "--sp", "2", "--sp_backend", "ring"])
     assert (run.dims.world_size, run.dims.sp) == (2, 2)
     assert run.engine == ("deepspeed" if kind == "DEEPSPEED" else "fsdp2")
-    assert run.must_spawn == (kind in ("NO", "MULTI_CPU"))
+    assert run.facts.launcher.launched == (kind not in ("NO", "MULTI_CPU"))
 
 
 def test_use_cpu_of_a_default_config_is_ours(default_config, monkeypatch):
