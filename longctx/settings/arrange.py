@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from longctx.attention.choice import BackendChoice, assumed_documents, choose_backend
+from longctx.attention.choice import assumed_documents
 from longctx.attention.kernels import flash_attn
 from longctx.attention.kernels.choose import FLASH_ATTENTION
 from longctx.layers.compiled import check_compile
@@ -23,7 +23,7 @@ from longctx.settings.machine_checks import (
 )
 from longctx.settings.model_config import limit_length
 from longctx.settings.processes import count_processes
-from longctx.settings.run import Facts, Run, attention_setup, given_multiple, row_length, uses_cpu, wanted_backend
+from longctx.settings.run import Facts, Run, attention_setup, row_length, spread
 from longctx.settings.values import Settings
 
 
@@ -34,11 +34,12 @@ def arrange(settings: Settings, facts: Facts) -> Run:
         ValueError: for the first setting that cannot be carried out exactly, with its value, limit and remedy.
     """
     settings, world_size = count_processes(settings, facts.launcher, facts.gpus)
-    use_cpu = uses_cpu(settings, facts)
+    use_cpu = settings["use_cpu"]
     on_gpus = {"bf16": not use_cpu, "dataloader_num_workers": int(not use_cpu)}
     settings = settings.decided(**{name: value for name, value in on_gpus.items() if settings[name] is None})
     settings = limit_length(settings, facts.model_config)
-    backend = _choose_backend(settings, facts, world_size)
+    documents = assumed_documents(row_length(settings), packed=settings["packing"] and facts.is_here)
+    backend = spread(settings, attention_setup(settings, facts, world_size), documents)
     run = _with_batch(Run(flags=settings, facts=facts, world_size=world_size, backend=backend))
     run = _with_engine(run)
     if settings["use_peft"]:
@@ -58,22 +59,6 @@ def arrange(settings: Settings, facts: Facts) -> Run:
     if facts.is_here:
         check_machine(run)
     return run
-
-
-def _choose_backend(settings: Settings, facts: Facts, world_size: int) -> BackendChoice:
-    """Return the backend that is chosen before the data is known."""
-    setup = attention_setup(settings, facts, world_size)
-    wanted = wanted_backend(settings, setup)
-    backend = choose_backend(
-        wanted,
-        setup,
-        assumed_documents(row_length(settings), packed=settings["packing"] and facts.is_here),
-        ring_size=settings["ring_size"],
-        pad_to_multiple_of=given_multiple(settings),
-    )
-    if wanted != settings["sp_backend"]:
-        return replace(backend, reason="auto: the sequence-chunked step has least on the device")
-    return backend
 
 
 def _with_batch(run: Run) -> Run:

@@ -7,8 +7,7 @@ the memory free.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -38,26 +37,29 @@ def choose_layout(values: Settings, world_size: int, facts: Facts) -> Run:
     """
     asked = " and ".join(f"--{name} auto" for name in AUTO_FLAGS if values[name] == AUTO and values.is_set(name))
     runs, obstacles = _possible(values, world_size, facts)
-    order = _ranked(values, runs)
-    for number, best in enumerate(order):
+    order = iter(_ranked(values, runs))
+    for best, run in _arranged(values, order, facts, obstacles):
+        rest, launched = list(order), values["num_processes"]
+        second = next((one for one in rest if one.level == 0), None)
+        smaller = (one for one in rest if one.cost.fits and one.cost.of_device < SMALLER * best.cost.of_device)
+        return replace(
+            run,
+            forecast=best.cost,
+            layout_reason=_reason(asked, values, best, second),
+            next_choice=next((_flags(one, launched) for one in smaller), ""),
+        )
+    raise ValueError(f"{asked}: no arrangement can run. {obstacles[0]}") if asked else obstacles[0]
+
+
+def _arranged(
+    values: Settings, choices: Iterable[Choice], facts: Facts, obstacles: list[ValueError]
+) -> Iterator[tuple[Choice, Run]]:
+    """Yield the choices that are not refused, each with its run, and add the errors of the others to `obstacles`."""
+    for one in choices:
         try:
-            run = arrange(_with(values, best), facts)
+            yield one, arrange(_with(values, one), facts)
         except ValueError as error:
             obstacles.append(error)
-        else:
-            rest, launched = order[number + 1 :], values["num_processes"]
-            second = next((one for one in rest if one.level == 0), None)
-            smaller = next(
-                (one for one in rest if one.cost.fits and one.cost.of_device < SMALLER * best.cost.of_device), None
-            )
-            reason = _reason(asked, values, best, second)
-            return replace(
-                run,
-                forecast=best.cost,
-                layout_reason=reason,
-                next_choice="" if smaller is None else _flags(smaller, launched),
-            )
-    raise ValueError(f"{asked}: no arrangement can run. {obstacles[0]}") if asked else obstacles[0]
 
 
 def one_group(values: Settings, world_size: int, facts: Facts) -> Settings:
@@ -90,12 +92,10 @@ def with_forecast(run: Run, values: Settings) -> Run:
     launched = run.facts.launcher.launched
     world_size = run.world_size if launched or run.use_cpu else max(run.world_size, run.facts.gpus)
     remedy = "No --sp and --memory do; use a shorter --max_length, more devices, or an adapter (--use_peft True)"
-    for one in _ranked(free, _possible(free, world_size, run.facts)[0]):
-        with suppress(ValueError):
-            if one.cost.fits and arrange(_with(free, one), run.facts):
-                flags = _flags(one, world_size if launched else None)
-                remedy = f"{flags} is predicted to fit ({one.cost.describe()})"
-                break
+    fitting = (one for one in _ranked(free, _possible(free, world_size, run.facts)[0]) if one.cost.fits)
+    for one, _ in _arranged(free, fitting, run.facts, []):
+        remedy = f"{_flags(one, world_size if launched else None)} is predicted to fit ({one.cost.describe()})"
+        break
     note = f"this run is predicted not to fit ({predicted.describe()}). {remedy}"
     return run.decide(note)
 

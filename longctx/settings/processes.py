@@ -8,7 +8,7 @@ from longctx.settings.values import Settings
 
 
 def count_processes(settings: Settings, launcher: Launcher, devices: int) -> tuple[Settings, int]:
-    """Work out the run's processes from flags, profile and launcher, to which the demo is fitted.
+    """Work out the run's processes from flags, profile and launcher, and whether they are on the CPU.
 
     Args:
         devices: GPUs that this process can see.
@@ -24,8 +24,8 @@ def count_processes(settings: Settings, launcher: Launcher, devices: int) -> tup
             f"--num_processes {settings['num_processes']} contradicts the launcher, which started {world_size}. Leave "
             f"the flag out, or have the launcher start {settings['num_processes']}."
         )
-    use_cpu = settings["use_cpu"] or devices == 0
-    if local > devices and not use_cpu and not settings["prepare_only"]:  # data may be prepared elsewhere
+    settings = settings.decided(use_cpu=settings["use_cpu"] or devices == 0)
+    if local > devices and not settings["use_cpu"] and not settings["prepare_only"]:  # data may be prepared elsewhere
         raise ValueError(
             f"{local} processes on this machine need {local} GPUs, and {devices} are visible. "
             f"Use --sp {devices}, or --use_cpu to run on the CPU."

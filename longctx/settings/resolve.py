@@ -123,11 +123,17 @@ def _resolve(
 
 
 def _choose(settings: Settings, facts: Facts) -> Run:
-    """Return the run with its forecast, and with what --sp and --memory stand for."""
+    """Return the run with its forecast, and with what --sp and --memory stand for.
+
+    --memory is auto on GPUs whose speeds are known, unless a flag or a key chooses memory options itself.
+    """
     machine, world_size = facts.machine, count_all_processes(settings, facts.launcher, facts.gpus)
     settings, reason = _as_before(settings, world_size, "CPU" if settings["use_cpu"] else machine.device)
     if settings["memory"] is None:
-        settings = settings.decided(memory=_memory_by_default(settings, machine))
+        # On an H200, `fastest` took 1.31 and 1.17 times TRL's speed where `balanced` took 0.78 and 0.95
+        # (benchmarks/results/gpu_H200_settled_2026-11-27.md).
+        is_known = machine.is_known and not (settings["use_cpu"] or machine.is_cpu or asked_memory_options(settings))
+        settings = settings.decided(memory=AUTO if is_known else "balanced")
     if settings["sp"] == ALL:
         settings = one_group(settings, world_size, facts)
     if AUTO in (settings["sp"], settings["memory"]):
@@ -224,16 +230,6 @@ def _of_method(settings: Settings) -> Settings:
     if not settings.method.reads_pairs:
         return settings
     return settings.decided(dataset_text_field=PAIRS, padding_free=True)
-
-
-def _memory_by_default(settings: Settings, machine: Machine) -> str:
-    """Return auto on GPUs whose speeds are known, unless a flag or a key chooses memory options itself; else balanced.
-
-    On an H200, `fastest` took 1.31 and 1.17 times TRL's speed where `balanced` took 0.78 and 0.95
-    (benchmarks/results/gpu_H200_settled_2026-11-27.md).
-    """
-    is_known = not settings["use_cpu"] and not machine.is_cpu and machine.is_known
-    return AUTO if is_known and not asked_memory_options(settings) else "balanced"
 
 
 def _take_output(values: Settings, env: Mapping[str, str]) -> Settings:

@@ -72,9 +72,20 @@ class Run:
         Raises:
             ValueError: for a memory option or a padding that the run cannot use.
         """
-        padding = {"pad_to_multiple_of": pad_multiple(given_multiple(self.flags), self.dims)}
+        padding = {"pad_to_multiple_of": self._multiple}
         shared = {"share_prompts": self.prompts_obstacle is None} if self.flags.method.reads_pairs else {}
         return {**self.flags, **padding, **self.memory_options.settings(), **shared}
+
+    @property
+    def _multiple(self) -> int:
+        """What rows are padded to a multiple of."""
+        given, dims = given_multiple(self.flags), self.dims
+        if given is not None and given % dims.multiple:
+            raise ValueError(
+                f"--pad_to_multiple_of {given} is not a multiple of {dims.multiple}, which ring {dims.ring} × ulysses "
+                f"{dims.ulysses} needs. Leave it out, or use {math.lcm(given, dims.multiple)}."
+            )
+        return given or dims.multiple
 
     def decide(self, *notes: str, **values: Any) -> Run:
         """Return the run with further notes, and with values that follow from others."""
@@ -93,7 +104,7 @@ class Run:
     @property
     def use_cpu(self) -> bool:
         """Whether the run is on the CPU, as asked for or without a GPU."""
-        return uses_cpu(self.flags, self.facts)
+        return bool(self.flags["use_cpu"])
 
     @cached_property
     def dims(self) -> ParallelDims:
@@ -224,7 +235,6 @@ class Run:
         chosen = {name: self.settings[name] for name, row in rows.items() if not (row.idle or row.instead)}
         if self.flags.method.reads_pairs:
             del chosen["loss_type"]  # of longctx.training.preference
-        chosen["use_cpu"] = self.use_cpu
         chosen |= {"use_liger_kernel": False, "liger_kernel_config": None}  # longctx.layers.liger has put them in place
         chosen |= {"torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None}  # by layer
         chosen["pad_token"] = None  # the tokenizer has it already; TRL warns about the flag
@@ -234,16 +244,7 @@ class Run:
 
     def choose_again(self, documents: Documents, setup: Setup) -> BackendChoice:
         """Return the backend for known data and perhaps measured links: `auto` changes to a much better one."""
-        wanted = wanted_backend(self.flags, setup)
-        choice = choose_backend(
-            wanted,
-            setup,
-            documents,
-            ring_size=self.flags["ring_size"],
-            pad_to_multiple_of=given_multiple(self.flags),
-            before=self.backend,
-        )
-        return choice if wanted == "auto" else replace(choice, reason=self.backend.reason)
+        return spread(self.flags, setup, documents, before=self.backend)
 
     def with_backend(self, backend: BackendChoice) -> Run:
         """Return the run with another backend. The engine stays, since its processes run."""
@@ -260,7 +261,7 @@ class Run:
         layout = "packed" if settings["packing"] else "padding-free" if settings["padding_free"] else "padded"
         data = f"{name_data(settings)}, {layout}, max_length {settings['max_length']:,}"
         multiple = f"padded to a multiple of {settings['pad_to_multiple_of']}"
-        is_chosen = wanted_backend(self.flags, self.setup) == "auto" and self.dims.sp > 1
+        is_chosen = self.flags["sp_backend"] == "auto" and self.dims.sp > 1
         lines = [
             Line("mesh", self.dims.short(), str(self.dims)),
             Line("backend", f"{self.backend.arrangement}{' (auto)' * is_chosen}", self.backend.describe()),
@@ -303,19 +304,15 @@ class Run:
             f"per_device_train_batch_size {micro} × (world {dims.world_size} / sp {dims.sp}) × "
             f"gradient_accumulation_steps {accumulation}"
         )
-        return [
+        lines = [
             Line("batch", batch, f"{batch} = {equation}"),
             Line("tokens", f"up to {sequences * length:,} a step, {micro * length // dims.sp:,} a rank at a time"),
-            *self._describe_routers(accumulation),
         ]
-
-    def _describe_routers(self, accumulation: int) -> list[Line]:
-        """Return what a mixture of experts adds to a step."""
-        if not (coefficient := auxiliary_loss_coefficient(self.model_config)):
-            return []
-        loss = f"the loss includes {coefficient:g} × the routers' auxiliary loss over all tokens of a step"
-        counted = "; micro-batches run forward once more, without gradients, to count the experts that they choose"
-        return [Line("routers", loss + counted * (accumulation > 1))]
+        if coefficient := auxiliary_loss_coefficient(self.model_config):
+            loss = f"the loss includes {coefficient:g} × the routers' auxiliary loss over all tokens of a step"
+            counted = "; micro-batches run forward once more, without gradients, to count the experts that they choose"
+            lines.append(Line("routers", loss + counted * (accumulation > 1)))
+        return lines
 
     @property
     def changed(self) -> dict[str, Any]:
@@ -341,24 +338,9 @@ def given_multiple(asked: Settings) -> int | None:
     return multiple if isinstance(multiple, int) else None
 
 
-def pad_multiple(given: int | None, dims: ParallelDims) -> int:
-    """Check that the backend can divide rows padded to --pad_to_multiple_of."""
-    if given is not None and given % dims.multiple:
-        raise ValueError(
-            f"--pad_to_multiple_of {given} is not a multiple of {dims.multiple}, which ring {dims.ring} × ulysses "
-            f"{dims.ulysses} needs. Leave it out, or use {math.lcm(given, dims.multiple)}."
-        )
-    return dims.multiple if given is None else given
-
-
-def uses_cpu(settings: Settings, facts: Facts) -> bool:
-    """Whether a run is on the CPU, as asked for or without a GPU."""
-    return settings["use_cpu"] or facts.gpus == 0
-
-
 def attention_setup(settings: Settings, facts: Facts, world_size: int) -> Setup:
     """Return the heads and speeds that the choice of a backend needs."""
-    gpus = 0 if uses_cpu(settings, facts) else facts.gpus
+    gpus = 0 if settings["use_cpu"] else facts.gpus
     machine = facts.machine if gpus else Machine.of("CPU", 1, host_bytes=facts.machine.host_bytes)
     return Setup.of_model(
         facts.model_config,
@@ -368,10 +350,28 @@ def attention_setup(settings: Settings, facts: Facts, world_size: int) -> Setup:
     )
 
 
-def wanted_backend(settings: Settings, setup: Setup) -> str:
-    """Return --sp_backend. For a sequence-chunked step, auto wants the backend that has least of it on the device."""
+def spread(
+    settings: Settings, setup: Setup, documents: Documents, before: BackendChoice | None = None
+) -> BackendChoice:
+    """Return the backend for these documents.
+
+    For a sequence-chunked step, `auto` means the backend that has least of it on the device.
+
+    Args:
+        before: an earlier choice of `auto`, which changes to a much better one alone.
+    """
     name = str(settings["sp_backend"])
-    if name != "auto" or setup.sp == 1 or setup.recurrent is not None:
-        return name
-    chunks = prefers_ulysses(settings["memory"], asked_memory_options(settings))
-    return chunking_backend(setup) or name if chunks else name
+    chunks = setup.sp > 1 and setup.recurrent is None
+    if name == "auto" and chunks and prefers_ulysses(settings["memory"], asked_memory_options(settings)):
+        name = chunking_backend(setup) or name
+    choice = choose_backend(
+        name,
+        setup,
+        documents,
+        ring_size=settings["ring_size"],
+        pad_to_multiple_of=given_multiple(settings),
+        before=before,
+    )
+    if name == settings["sp_backend"]:
+        return choice
+    return replace(choice, reason="auto: the sequence-chunked step has least on the device")

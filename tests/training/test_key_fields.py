@@ -346,8 +346,6 @@ def test_what_followed_from_settings_and_releases_has_to_agree(part, data, monke
         monkeypatch.setattr(
             "longctx.run.processes.version", lambda package: "0" if package == part else before.get(package)
         )
-    if part == "accelerate":
-        run = replace(run, engine="fsdp2")
     assert _decided(run, None).get(part) != before.get(part)
 
 
