@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,17 +68,6 @@ def test_translated_sections_train_as_the_flags_they_become(tmp_path):
     assert len(logs[0]) == 4
     assert logs[0] == logs[1]
     assert not (tmp_path / "compiled").exists()
-
-
-def test_refusal_names_the_default_config(monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert default_config_file() is None
-    path = tmp_path / "accelerate/default_config.yaml"
-    path.parent.mkdir()
-    path.touch()
-    assert default_config_file() == path
-    with pytest.raises(ValueError, match=re.escape(str(path))):
-        read_profile({"ACCELERATE_USE_MEGATRON_LM": "true"})
 
 
 def test_default_config_is_accelerates(monkeypatch, tmp_path):
