@@ -209,48 +209,43 @@ def test_the_trainer_checkpoints_in_the_place_of_fsdp(offload):
 
 CP, SP, COPIES = ({f"PARALLELISM_CONFIG_{name}_SIZE": "2"} for name in ("CP", "SP", "DP_REPLICATE"))
 CONTRADICTIONS = {
-    "sp": (CP, ["--sp", "4"], ["--sp 4", "cp_size 2"], ("sp", 2)),
-    "cp": (SP, ["--cp", "2"], ["--sp_backend ring", "sp_size"], ("sp", 2)),
-    "sp_backend": (CP, ["--sp_backend", "ulysses"], ["--sp_backend ulysses", "cp_size"], ("sp_backend", "ring")),
-    "dp_replicate": (
-        COPIES,
-        ["--dp_replicate", "4"],
-        ["--dp_replicate 4", "dp_replicate_size 2"],
-        ("dp_replicate", 2),
-    ),
+    "sp": (CP, "--sp 4", ["--sp 4", "cp_size 2"], ("sp", 2)),
+    "cp": (SP, "--cp 2", ["--sp_backend ring", "sp_size"], ("sp", 2)),
+    "sp_backend": (CP, "--sp_backend ulysses", ["--sp_backend ulysses", "cp_size"], ("sp_backend", "ring")),
+    "dp_replicate": (COPIES, "--dp_replicate 4", ["--dp_replicate 4", "dp_replicate_size 2"], ("dp_replicate", 2)),
     "engine": (
         {"ACCELERATE_USE_DEEPSPEED": "true"},
-        ["--engine", "fsdp2"],
+        "--engine fsdp2",
         ["--engine fsdp2", "starts deepspeed"],
         ("engine", "deepspeed"),
     ),
     "accumulation": (
         {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"},
-        ["--gradient_accumulation_steps", "4"],
+        "--gradient_accumulation_steps 4",
         ["--gradient_accumulation_steps 4", "accelerate's config", "gradient_accumulation_steps 2"],
         ("gradient_accumulation_steps", 2),
     ),
     "clipping": (
         {"ACCELERATE_GRADIENT_CLIPPING": "0.5"},
-        ["--max_grad_norm", "1.0"],
+        "--max_grad_norm 1.0",
         ["--max_grad_norm 1.0", "gradient_clipping 0.5"],
         ("max_grad_norm", 0.5),
     ),
     "micro batch": (
         {"train_micro_batch_size_per_gpu": 4},
-        ["--per_device_train_batch_size", "2"],
+        "--per_device_train_batch_size 2",
         ["--per_device_train_batch_size 2", "ds.json", "train_micro_batch_size_per_gpu 4"],
         ("per_device_train_batch_size", 4),
     ),
     "learning rate": (
         {"optimizer": {"params": {"lr": 1e-3}}},
-        ["--learning_rate", "1e-4"],
+        "--learning_rate 1e-4",
         ["--learning_rate 0.0001", "ds.json", "optimizer.params.lr 0.001"],
         ("learning_rate", 1e-3),
     ),
     "precision": (
         {"ACCELERATE_MIXED_PRECISION": "bf16"},
-        ["--bf16", "False"],
+        "--bf16 False",
         ["--bf16 False", "mixed_precision"],
         ("bf16", True),
     ),
@@ -274,7 +269,7 @@ def test_a_flag_that_contradicts_the_file_is_an_error_with_both_values(case, tmp
     """The same file without the flag resolves."""
     asked, flags, both, (name, value) = CONTRADICTIONS[case]
     with pytest.raises(ValueError, match=".*".join(map(re.escape, both))):
-        resolve_against(asked, flags, tmp_path)
+        resolve_against(asked, flags.split(), tmp_path)
     run = resolve_against(asked, [], tmp_path)
     assert {**run.settings, "engine": run.engine}[name] == value
 
