@@ -24,6 +24,7 @@ from longctx.settings.help import help_asked
 from longctx.settings.launcher import Launcher, read_profile
 from longctx.settings.processes import count_to_start
 from longctx.settings.read import parse_flags
+from longctx.settings.rules import fill
 from longctx.settings.schema import Method
 from longctx.settings.values import Settings
 from longctx.training.engines import prefer_huge_pages, set_up_allocators
@@ -70,7 +71,7 @@ def start(
         try:
             settings = parse_flags(arguments, method)
             launcher = take_over(settings, method.module)
-            settings = complete(settings, launcher)
+            settings = fill(complete(settings, launcher), launcher)
             count = count_to_start(settings, launcher)
         except ValueError as error:
             return end_refused(error)

@@ -99,7 +99,7 @@ def refusal(
     with (
         mock.patch("longctx.settings.machine_checks.version", _version),
         mock.patch("longctx.settings.model_config.load_config", _load_config),
-        mock.patch("longctx.settings.resolve.QLORA_VERSIONS", {}),  # bitsandbytes is in no extra of the tests
+        mock.patch("longctx.settings.arrange.QLORA_VERSIONS", {}),  # bitsandbytes is in no extra of the tests
         mock.patch("longctx.settings.resolve.device_count", return_value=devices),
         mock.patch(
             "longctx.settings.launcher.default_config_file", return_value=None

@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import pytest
 
+import longctx.settings.arrange
 import longctx.settings.machine_checks
 import longctx.settings.model_config
 import longctx.settings.resolve
@@ -135,7 +136,7 @@ def folder(tmp_path, monkeypatch):
         longctx.settings.model_config, "load_config", lambda name, *a, **k: CONFIGS.get(name) or load(name, *a, **k)
     )
     monkeypatch.setattr(longctx.settings.model_config, "load_whole_config", lambda *_, **__: None)
-    monkeypatch.setattr(longctx.settings.resolve, "QLORA_VERSIONS", {})  # bitsandbytes is in no extra of the tests
+    monkeypatch.setattr(longctx.settings.arrange, "QLORA_VERSIONS", {})  # bitsandbytes is in no extra of the tests
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_", "SLURM_"))]:
         monkeypatch.delenv(name)
@@ -223,7 +224,7 @@ def machine_of(gpus: int) -> Iterator[None]:
     here = Machine.of("NVIDIA H100 80GB HBM3", gpus) if gpus else Machine.here(0)
     with (
         patch.object(longctx.settings.resolve, "device_count", return_value=gpus),
-        patch.object(longctx.settings.resolve, "check_liger_machine"),
+        patch.object(longctx.settings.arrange, "check_liger_machine"),
         patch.object(longctx.settings.machine_checks, "available_host_memory", return_value=int(here.host_bytes)),
         patch.object(Machine, "here", return_value=here),
     ):

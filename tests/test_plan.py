@@ -282,7 +282,7 @@ def test_the_commands_that_it_prints_fit_their_machine(gpus, length, llama, monk
     here = Machine.of("NVIDIA H100 80GB HBM3", local, host_bytes=plan["machine"]["host_bytes"])
     monkeypatch.setattr(Machine, "here", lambda gpus: here)
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: local)
-    monkeypatch.setattr("longctx.settings.resolve.check_liger_machine", lambda *_: None)
+    monkeypatch.setattr("longctx.settings.arrange.check_liger_machine", lambda *_: None)
     monkeypatch.setattr("longctx.settings.machine_checks.available_host_memory", lambda: int(here.host_bytes))
     words = shlex.split(found["command"].replace("DATA", "stdlib"))
     env = {"RANK": "0", "WORLD_SIZE": str(gpus), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(local)}

@@ -21,6 +21,7 @@ from longctx.forecast.shape import RunShape
 from longctx.machine.here import Machine
 from longctx.machine.speeds import TABLE
 from longctx.model.rope import context_length, scaling_for
+from longctx.settings.arrange import arrange
 from longctx.settings.resolve import described, spreads
 from longctx.settings.run import Run
 from longctx.settings.values import Settings
@@ -139,11 +140,11 @@ class Plan:
             length: of a row, one of `choices`.
             besides: a degree of sp that does not count.
         """
-        settings, _, resolved = self._described
+        settings, facts = self._described
         for one in self.choices[length]:
             if one.cost.fits and one.shape.sp != besides:
                 with suppress(ValueError):
-                    resolved(settings.with_("auto", **_values_of(one)))
+                    arrange(settings.with_("auto", **_values_of(one)), facts)
                     return one
         return None
 

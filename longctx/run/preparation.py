@@ -108,8 +108,7 @@ def prepare(run: Run) -> PreparedRun:
     data = prepare_data_set({**settings, "began": began}, tokenizer, run.model_config)
     on_all_ranks(lambda: check_training_steps(args, data.rows, run.dims.dp))
     files = compare_files(run.settings, run.model_config, data, args)
-    notes = (*run.notes, *template_notes(settings, tokenizer, run.model_config))
-    run = _with_data(replace(run, notes=notes), args, data)
+    run = _with_data(run.decide(*template_notes(settings, tokenizer, run.model_config)), args, data)
     identity = cache(partial(data_identity, data, run.settings, run.model_config, files))
     reference = reference_identity(run.settings, run.model_config, files)
     resume_from = checkpoint_to_resume(run, args, identity)
@@ -164,9 +163,8 @@ def _with_exact_liger(run: Run, args: SFTConfig) -> Run:
     except ValueError as error:
         if run.flags.is_set("use_liger_kernel") or run.flags.is_set("liger_kernel_config"):
             raise
-        off = {"use_liger_kernel": False, "liger_kernel_config": None}
         note = f"Liger's kernels are off, and steps take longer: {error}"
-        return replace(run, settings={**run.settings, **off}, notes=(*run.notes, note))
+        return run.decide(note, use_liger_kernel=False, liger_kernel_config=None)
     return run
 
 

@@ -7,8 +7,7 @@ the memory free.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +15,8 @@ from longctx.forecast.cost import FREE_PART
 from longctx.forecast.documents import assumed
 from longctx.forecast.memory_options import ALL, AUTO
 from longctx.forecast.search import Choice, search
-from longctx.settings.run import Run
+from longctx.settings.arrange import arrange
+from longctx.settings.run import Facts, Run
 from longctx.settings.values import Settings
 
 AUTO_FLAGS = ("sp", "memory")
@@ -25,45 +25,44 @@ AUTO_FLAGS = ("sp", "memory")
 SMALLER = 0.95
 """What is to be tried where memory did not suffice needs at most this part of it on a device."""
 
-Resolve = Callable[[Settings], Run]
-"""Resolves values in which no flag is auto; raises ValueError if such a run is not possible."""
 
-
-def choose_layout(values: Settings, world_size: int, resolve: Resolve) -> Run:
+def choose_layout(values: Settings, world_size: int, facts: Facts) -> Run:
     """Check that a run with --sp auto or --memory auto has an arrangement, and return the best one.
 
     Args:
         world_size: processes of the run.
-        resolve: resolves values in which neither flag is auto.
 
     Raises:
         ValueError: if no arrangement can run; the message is that of the first one.
     """
     asked = " and ".join(f"--{name} auto" for name in AUTO_FLAGS if values[name] == AUTO and values.is_set(name))
-    runs, obstacles = _possible(values, world_size, resolve)
-    order = _ranked(values, runs)
-    for number, best in enumerate(order):
-        try:
-            run = resolve(_with(values, best))
-        except ValueError as error:
-            obstacles.append(error)
-        else:
-            rest, launched = order[number + 1 :], values["num_processes"]
-            second = next((one for one in rest if one.level == 0), None)
-            smaller = next(
-                (one for one in rest if one.cost.fits and one.cost.of_device < SMALLER * best.cost.of_device), None
-            )
-            reason = _reason(asked, values, best, second)
-            return replace(
-                run,
-                forecast=best.cost,
-                layout_reason=reason,
-                next_choice="" if smaller is None else _flags(smaller, launched),
-            )
+    runs, obstacles = _possible(values, world_size, facts)
+    order = iter(_ranked(values, runs))
+    for best, run in _arranged(values, order, facts, obstacles):
+        rest, launched = list(order), values["num_processes"]
+        second = next((one for one in rest if one.level == 0), None)
+        smaller = (one for one in rest if one.cost.fits and one.cost.of_device < SMALLER * best.cost.of_device)
+        return replace(
+            run,
+            forecast=best.cost,
+            layout_reason=_reason(asked, values, best, second),
+            next_choice=next((_flags(one, launched) for one in smaller), ""),
+        )
     raise ValueError(f"{asked}: no arrangement can run. {obstacles[0]}") if asked else obstacles[0]
 
 
-def one_group(values: Settings, world_size: int, resolve: Resolve) -> Settings:
+def _arranged(
+    values: Settings, choices: Iterable[Choice], facts: Facts, obstacles: list[ValueError]
+) -> Iterator[tuple[Choice, Run]]:
+    """Yield the choices that are not refused, each with its run, and add the errors of the others to `obstacles`."""
+    for one in choices:
+        try:
+            yield one, arrange(_with(values, one), facts)
+        except ValueError as error:
+            obstacles.append(error)
+
+
+def one_group(values: Settings, world_size: int, facts: Facts) -> Settings:
     """Check that all devices can share sequences, and return the values that --sp all stands for.
 
     One group of all devices takes as many sequences at a time as the groups of --sp auto would together, or
@@ -75,7 +74,7 @@ def one_group(values: Settings, world_size: int, resolve: Resolve) -> Settings:
     """
     sequences, why = values["per_device_train_batch_size"], "--per_device_train_batch_size"
     if not values.is_set("per_device_train_batch_size"):
-        groups = choose_layout(values.with_("auto", sp=AUTO, num_processes=world_size), world_size, resolve).dims
+        groups = choose_layout(values.with_("auto", sp=AUTO, num_processes=world_size), world_size, facts).dims
         sequences, why = groups.world_size // groups.sp, f"as many as groups of --sp {groups.sp} would take"
     note = f"--sp {ALL}: one group of {world_size} devices takes {sequences} sequences at a time, {why}"
     return values.with_("auto", sp=world_size, num_processes=world_size, per_device_train_batch_size=sequences).note(
@@ -83,26 +82,25 @@ def one_group(values: Settings, world_size: int, resolve: Resolve) -> Settings:
     )
 
 
-def with_forecast(run: Run, values: Settings, resolve: Resolve) -> Run:
+def with_forecast(run: Run, values: Settings) -> Run:
     """Return the run with its forecast, and with a warning if it is predicted not to fit."""
     predicted = run.cost()
     run = replace(run, forecast=predicted)
     if predicted.fits:
         return run
     free = values.with_("auto", **dict.fromkeys(AUTO_FLAGS, AUTO))
-    world_size = run.dims.world_size if run.launched or run.use_cpu else max(run.dims.world_size, run.gpus)
+    launched = run.facts.launcher.launched
+    world_size = run.world_size if launched or run.use_cpu else max(run.world_size, run.facts.gpus)
     remedy = "No --sp and --memory do; use a shorter --max_length, more devices, or an adapter (--use_peft True)"
-    for one in _ranked(free, _possible(free, world_size, resolve)[0]):
-        with suppress(ValueError):
-            if one.cost.fits and resolve(_with(free, one)):
-                flags = _flags(one, run.dims.world_size if run.launched else None)
-                remedy = f"{flags} is predicted to fit ({one.cost.describe()})"
-                break
+    fitting = (one for one in _ranked(free, _possible(free, world_size, run.facts)[0]) if one.cost.fits)
+    for one, _ in _arranged(free, fitting, run.facts, []):
+        remedy = f"{_flags(one, world_size if launched else None)} is predicted to fit ({one.cost.describe()})"
+        break
     note = f"this run is predicted not to fit ({predicted.describe()}). {remedy}"
-    return replace(run, notes=(*run.notes, note))
+    return run.decide(note)
 
 
-def _possible(values: Settings, world_size: int, resolve: Resolve) -> tuple[list[Run], list[ValueError]]:
+def _possible(values: Settings, world_size: int, facts: Facts) -> tuple[list[Run], list[ValueError]]:
     """Return a run for each --sp that auto can stand for, with plain memory options, and the errors of the others."""
     runs, obstacles = [], []
     degrees = [sp for sp in range(1, world_size + 1) if world_size % sp == 0] if values["sp"] == AUTO else [None]
@@ -110,7 +108,7 @@ def _possible(values: Settings, world_size: int, resolve: Resolve) -> tuple[list
     for sp in degrees:
         degree = {} if sp is None else {"sp": sp, "num_processes": world_size}
         try:
-            runs.append(resolve(values.with_("auto", **degree, memory=memory)))
+            runs.append(arrange(values.with_("auto", **degree, memory=memory), facts))
         except ValueError as error:
             obstacles.append(error)
     return runs, obstacles

@@ -66,7 +66,7 @@ class Launcher:
     layer_classes: tuple[str, ...]
     """Names of the model's classes that the profile wraps, to be compared with the model's own."""
     train_batch_size: Asked | None
-    """Sequences per step, from a deepspeed_config_file; see `check_train_batch_size`."""
+    """Sequences per step, from a deepspeed_config_file."""
     notes: tuple[str, ...]
     """What was translated, for the user."""
 
@@ -74,25 +74,6 @@ class Launcher:
     def launched(self) -> bool:
         """Whether a launcher has set this process's rank and world size."""
         return self.world_size is not None
-
-    def check_train_batch_size(self, *, micro_batch_size: int, accumulation: int, world_size: int) -> None:
-        """Check that DeepSpeed's train_batch_size is the product that it stands for.
-
-        Args:
-            micro_batch_size: sequences per device and micro-batch.
-            accumulation: micro-batches per step.
-            world_size: processes of the run.
-
-        Raises:
-            ValueError: if it is another number.
-        """
-        product = micro_batch_size * accumulation * world_size
-        if self.train_batch_size is not None and str(self.train_batch_size.value) != str(product):
-            value, key = self.train_batch_size
-            raise ValueError(
-                f"{key} is {value}, and per_device_train_batch_size {micro_batch_size} × gradient_accumulation_steps "
-                f"{accumulation} × {world_size} processes is {product}. Set the key to {product} or to auto."
-            )
 
 
 _HANDLED_HERE = ("PARALLELISM_CONFIG_", "ACCELERATE_USE_PARALLELISM_CONFIG", "FSDP_ACTIVATION_CHECKPOINTING")

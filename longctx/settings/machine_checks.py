@@ -27,7 +27,7 @@ LONGEST_SOCKET = 107
 """Limit on the path of a Unix socket, in bytes."""
 
 
-def check_machine(run: Run, env: Mapping[str, str]) -> None:
+def check_machine(run: Run) -> None:
     """Check that this machine has room for a row and for offloaded data."""
     check_row_length(
         run.settings["max_length"],
@@ -38,8 +38,8 @@ def check_machine(run: Run, env: Mapping[str, str]) -> None:
     check_worker_sockets(run.settings["dataloader_num_workers"], tempfile.gettempdir())
     if not run.memory_options.offloads:
         return
-    local = int(env.get("LOCAL_WORLD_SIZE", 0)) or (run.machine.per_node if run.launched else run.dims.world_size)
-    ranks = min(local, run.dims.world_size)
+    local = int(run.facts.env.get("LOCAL_WORLD_SIZE", 0))
+    ranks = min(local or (run.machine.per_node if run.facts.launcher.launched else run.world_size), run.world_size)
     check_host_memory(run.shape, run.settings["max_length"], ranks, available_host_memory())
     check_disks(run.shape, ranks, use_cpu=run.use_cpu)
 

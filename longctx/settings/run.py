@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,88 +12,156 @@ from transformers import PretrainedConfig
 from trl import SFTConfig
 
 from longctx.attention.backends import BACKENDS
-from longctx.attention.choice import BackendChoice, Documents, choose_backend
+from longctx.attention.choice import BackendChoice, Documents, choose_backend, chunking_backend
 from longctx.attention.cost import Setup
 from longctx.data import name_data
 from longctx.forecast.cost import Cost, cost
 from longctx.forecast.documents import assumed
 from longctx.forecast.memory_options import MemoryOptions
-from longctx.forecast.memory_presets import with_options
+from longctx.forecast.memory_presets import asked_memory_options, prefers_ulysses, with_options
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.shape import RunShape
 from longctx.launch.console import Line
 from longctx.layers.liger import describe_liger
-from longctx.machine.here import Machine
+from longctx.machine.here import Machine, devices_per_node
 from longctx.model.allow_list import auxiliary_loss_coefficient
 from longctx.model.branches import branch_obstacle
 from longctx.sequence.mesh import ParallelDims
+from longctx.settings.launcher import Launcher
 from longctx.settings.values import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a run finds: the model, the machine and the launcher, which no flag that auto varies changes."""
+
+    model_config: PretrainedConfig
+    machine: Machine
+    launcher: Launcher
+    gpus: int
+    """GPUs that a process sees."""
+    env: Mapping[str, str]
+    """The environment, for the launcher's ranks and nodes."""
+    is_here: bool = True
+    """Whether the machine is this one, which is looked at then."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything that is decided before processes start."""
+    """Everything that is decided before processes start. What follows from it is a property."""
 
     flags: Settings
-    """What was asked for, with who asked."""
-    settings: Mapping[str, Any]
-    """Every flag's final value: the user's, the profile's, the preset's or the default."""
-    model_config: PretrainedConfig
-    dims: ParallelDims
-    wanted_backend: str
-    """The requested backend, or auto."""
-    setup: Setup
-    """What the choice of a backend depends on, besides the data."""
+    """What was asked for, with who asked, and the values that follow for the machine."""
+    facts: Facts
+    world_size: int
     backend: BackendChoice
-    engine: str
+    engine: str = "none"
     """deepspeed, fsdp2, fsdp1 or none (one process)."""
-    engine_reason: str
-    promotes_engine: bool
-    """Whether the launcher named no engine, so that longctx tells accelerate."""
-    zero_stage: int | None
-    asked_memory_options: Mapping[str, Any]
-    """Memory options that the user or the profile set, by flag."""
-    use_cpu: bool
-    launched: bool
+    engine_reason: str = ""
     layout_reason: str = ""
     """What --sp auto and --memory auto chose, and why."""
     next_choice: str = ""
     """The flags of what they would choose next that needs less memory; empty if there is nothing."""
-    gpus: int
-    """GPUs that a process sees."""
     forecast: Cost | None = None
     """What the run's steps are predicted to take; None before it is asked for."""
-    notes: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """Every flag's final value: the user's, the profile's, the preset's or the default.
+
+        Raises:
+            ValueError: for a memory option or a padding that the run cannot use.
+        """
+        padding = {"pad_to_multiple_of": self._multiple}
+        shared = {"share_prompts": self.prompts_obstacle is None} if self.flags.method.reads_pairs else {}
+        return {**self.flags, **padding, **self.memory_options.settings(), **shared}
+
+    @property
+    def _multiple(self) -> int:
+        """What rows are padded to a multiple of."""
+        given, dims = given_multiple(self.flags), self.dims
+        if given is not None and given % dims.multiple:
+            raise ValueError(
+                f"--pad_to_multiple_of {given} is not a multiple of {dims.multiple}, which ring {dims.ring} × ulysses "
+                f"{dims.ulysses} needs. Leave it out, or use {math.lcm(given, dims.multiple)}."
+            )
+        return given or dims.multiple
+
+    def decide(self, *notes: str, **values: Any) -> Run:
+        """Return the run with further notes, and with values that follow from others."""
+        return replace(self, flags=self.flags.decided(**values).note(*notes))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Printed when the run starts."""
+        return self.flags.notes
+
+    @property
+    def model_config(self) -> PretrainedConfig:
+        """The model's configuration, as the flags change it."""
+        return self.facts.model_config
+
+    @property
+    def use_cpu(self) -> bool:
+        """Whether the run is on the CPU, as asked for or without a GPU."""
+        return bool(self.flags["use_cpu"])
+
+    @cached_property
+    def dims(self) -> ParallelDims:
+        """The degrees of parallelism."""
+        degrees, copies = self.backend.arrangement, self.flags["dp_replicate"] or 1
+        return ParallelDims.arrange(self.world_size, ring=degrees.ring, ulysses=degrees.ulysses, dp_replicate=copies)
+
+    @cached_property
+    def setup(self) -> Setup:
+        """What the choice of a backend depends on, besides the data."""
+        return attention_setup(self.flags, self.facts, self.world_size)
+
+    @property
+    def zero_stage(self) -> int | None:
+        """The stage of DeepSpeed's ZeRO; None on another engine."""
+        asked = self.facts.launcher.zero_stage
+        return (3 if asked is None else asked) if self.engine == "deepspeed" else None
+
+    @property
+    def promotes_engine(self) -> bool:
+        """Whether the launcher named no engine, so that longctx tells accelerate."""
+        return self.facts.launcher.engine is None and self.engine != "none"
+
+    @property
+    def asked_memory_options(self) -> dict[str, Any]:
+        """Memory options that the user or the profile set, by flag."""
+        return asked_memory_options(self.flags)
 
     @property
     def has_group(self) -> bool:
         """Whether the run's processes form a group; DeepSpeed makes one of a single process, too."""
-        return self.dims.world_size > 1 or self.engine == "deepspeed"
+        return self.world_size > 1 or self.engine == "deepspeed"
 
     @property
     def choice(self) -> dict[str, Any]:
         """What auto chose, and for which devices: a run that resumes on as many and such takes it again."""
-        devices = f"{self.dims.world_size} × {self.machine.device}"
+        devices = f"{self.world_size} × {self.machine.device}"
         return {**self.decided, "devices": devices} if self.decided["chosen"] else {}
 
     @property
     def decided(self) -> dict[str, Any]:
         """What one process decides for all, as JSON can express it: what auto chose, and the output folder."""
         chosen = {name: self.flags[name] for name, origin in self.flags.origins.items() if origin == "auto"}
-        return {"chosen": chosen, "reason": self.layout_reason, "output_dir": self.settings["output_dir"]}
+        return {"chosen": chosen, "reason": self.layout_reason, "output_dir": self.flags["output_dir"]}
 
     @cached_property
     def _shape(self) -> RunShape:
         """Return `shape`, before it is decided whether the exchange overlaps with attention."""
         shape = RunShape.of_values(
             ModelSizes.of_config(self.model_config),
-            self.settings,
+            self.flags,
             dims=self.dims,
             arrangement=self.backend.arrangement,
             engine=self.engine,
             zero_stage=self.zero_stage,
         )
-        return with_options(shape, self.settings["memory"], self.asked_memory_options, self.settings["max_length"])
+        return with_options(shape, self.flags["memory"], self.asked_memory_options, self.flags["max_length"])
 
     @property
     def shape(self) -> RunShape:
@@ -160,16 +228,6 @@ class Run:
         padded = -(-length // multiple) * multiple
         return cost(self.shape, self.machine, padded, row, counts_experts=self.counts_experts)
 
-    def with_memory_options(self) -> Run:
-        """Return the run with its memory options among the settings."""
-        return replace(self, settings={**self.settings, **self.memory_options.settings()})
-
-    def with_prompts(self) -> Run:
-        """Return the run with whether answers share their prompt among the settings, for data of pairs."""
-        if not self.flags.method.reads_pairs:
-            return self
-        return replace(self, settings={**self.settings, "share_prompts": self.prompts_obstacle is None})
-
     def training_arguments(self) -> dict[str, Any]:
         """Return keywords for SFTConfig."""
         names = [f.name for f in fields(SFTConfig) if f.init and f.name in self.settings]
@@ -177,7 +235,6 @@ class Run:
         chosen = {name: self.settings[name] for name, row in rows.items() if not (row.idle or row.instead)}
         if self.flags.method.reads_pairs:
             del chosen["loss_type"]  # of longctx.training.preference
-        chosen["use_cpu"] = self.use_cpu
         chosen |= {"use_liger_kernel": False, "liger_kernel_config": None}  # longctx.layers.liger has put them in place
         chosen |= {"torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None}  # by layer
         chosen["pad_token"] = None  # the tokenizer has it already; TRL warns about the flag
@@ -187,28 +244,14 @@ class Run:
 
     def choose_again(self, documents: Documents, setup: Setup) -> BackendChoice:
         """Return the backend for known data and perhaps measured links: `auto` changes to a much better one."""
-        choice = choose_backend(
-            self.wanted_backend,
-            setup,
-            documents,
-            ring_size=self.flags["ring_size"],
-            pad_to_multiple_of=given_multiple(self.flags),
-            before=self.backend,
-        )
-        return choice if self.wanted_backend == "auto" else replace(choice, reason=self.backend.reason)
+        return spread(self.flags, setup, documents, before=self.backend)
 
     def with_backend(self, backend: BackendChoice) -> Run:
         """Return the run with another backend. The engine stays, since its processes run."""
         if backend.arrangement == self.backend.arrangement:
-            return replace(self, backend=backend).with_memory_options()
-        dims = arrange(self.dims.world_size, backend, self.dims.dp_replicate)
-        return replace(
-            self,
-            backend=backend,
-            dims=dims,
-            settings={**self.settings, "pad_to_multiple_of": pad_multiple(given_multiple(self.flags), dims)},
-            engine_reason=f"chosen before the data was read, for {self.backend.arrangement}",
-        ).with_memory_options()
+            return replace(self, backend=backend)
+        reason = f"chosen before the data was read, for {self.backend.arrangement}"
+        return replace(self, backend=backend, engine_reason=reason)
 
     def summary(self) -> list[Line]:
         """Return what was decided, each line with and without its reasons."""
@@ -218,7 +261,7 @@ class Run:
         layout = "packed" if settings["packing"] else "padding-free" if settings["padding_free"] else "padded"
         data = f"{name_data(settings)}, {layout}, max_length {settings['max_length']:,}"
         multiple = f"padded to a multiple of {settings['pad_to_multiple_of']}"
-        is_chosen = self.wanted_backend == "auto" and self.dims.sp > 1
+        is_chosen = self.flags["sp_backend"] == "auto" and self.dims.sp > 1
         lines = [
             Line("mesh", self.dims.short(), str(self.dims)),
             Line("backend", f"{self.backend.arrangement}{' (auto)' * is_chosen}", self.backend.describe()),
@@ -229,8 +272,8 @@ class Run:
             Line("data", data, f"{data}, overlong {settings['overlong']}, {multiple}"),
         ]
         if self.flags.method.reads_pairs:
-            shared, obstacle = self.settings["share_prompts"], self.prompts_obstacle
-            lines.append(Line("prompts", "once for both answers" if shared else f"with each answer, {obstacle}"))
+            obstacle = self.prompts_obstacle
+            lines.append(Line("prompts", f"with each answer, {obstacle}" if obstacle else "once for both answers"))
         if self.layout_reason:
             lines.append(Line("auto", self.layout_reason))
         if self.forecast is not None and not self.use_cpu:
@@ -261,19 +304,15 @@ class Run:
             f"per_device_train_batch_size {micro} × (world {dims.world_size} / sp {dims.sp}) × "
             f"gradient_accumulation_steps {accumulation}"
         )
-        return [
+        lines = [
             Line("batch", batch, f"{batch} = {equation}"),
             Line("tokens", f"up to {sequences * length:,} a step, {micro * length // dims.sp:,} a rank at a time"),
-            *self._describe_routers(accumulation),
         ]
-
-    def _describe_routers(self, accumulation: int) -> list[Line]:
-        """Return what a mixture of experts adds to a step."""
-        if not (coefficient := auxiliary_loss_coefficient(self.model_config)):
-            return []
-        loss = f"the loss includes {coefficient:g} × the routers' auxiliary loss over all tokens of a step"
-        counted = "; micro-batches run forward once more, without gradients, to count the experts that they choose"
-        return [Line("routers", loss + counted * (accumulation > 1))]
+        if coefficient := auxiliary_loss_coefficient(self.model_config):
+            loss = f"the loss includes {coefficient:g} × the routers' auxiliary loss over all tokens of a step"
+            counted = "; micro-batches run forward once more, without gradients, to count the experts that they choose"
+            lines.append(Line("routers", loss + counted * (accumulation > 1)))
+        return lines
 
     @property
     def changed(self) -> dict[str, Any]:
@@ -299,16 +338,40 @@ def given_multiple(asked: Settings) -> int | None:
     return multiple if isinstance(multiple, int) else None
 
 
-def pad_multiple(given: int | None, dims: ParallelDims) -> int:
-    """Check that the backend can divide rows padded to --pad_to_multiple_of."""
-    if given is not None and given % dims.multiple:
-        raise ValueError(
-            f"--pad_to_multiple_of {given} is not a multiple of {dims.multiple}, which ring {dims.ring} × ulysses "
-            f"{dims.ulysses} needs. Leave it out, or use {math.lcm(given, dims.multiple)}."
-        )
-    return dims.multiple if given is None else given
+def attention_setup(settings: Settings, facts: Facts, world_size: int) -> Setup:
+    """Return the heads and speeds that the choice of a backend needs."""
+    gpus = 0 if settings["use_cpu"] else facts.gpus
+    machine = facts.machine if gpus else Machine.of("CPU", 1, host_bytes=facts.machine.host_bytes)
+    return Setup.of_model(
+        facts.model_config,
+        settings["sp"] or 1,
+        element_size=2 if settings["bf16"] or settings["dtype"] == "bfloat16" else 4,
+        machine=replace(machine, per_node=devices_per_node(world_size, facts.env, gpus)),
+    )
 
 
-def arrange(world_size: int, backend: BackendChoice, dp_replicate: int) -> ParallelDims:
-    degrees = backend.arrangement
-    return ParallelDims.arrange(world_size, ring=degrees.ring, ulysses=degrees.ulysses, dp_replicate=dp_replicate)
+def spread(
+    settings: Settings, setup: Setup, documents: Documents, before: BackendChoice | None = None
+) -> BackendChoice:
+    """Return the backend for these documents.
+
+    For a sequence-chunked step, `auto` means the backend that has least of it on the device.
+
+    Args:
+        before: an earlier choice of `auto`, which changes to a much better one alone.
+    """
+    name = str(settings["sp_backend"])
+    chunks = setup.sp > 1 and setup.recurrent is None
+    if name == "auto" and chunks and prefers_ulysses(settings["memory"], asked_memory_options(settings)):
+        name = chunking_backend(setup) or name
+    choice = choose_backend(
+        name,
+        setup,
+        documents,
+        ring_size=settings["ring_size"],
+        pad_to_multiple_of=given_multiple(settings),
+        before=before,
+    )
+    if name == settings["sp_backend"]:
+        return choice
+    return replace(choice, reason="auto: the sequence-chunked step has least on the device")

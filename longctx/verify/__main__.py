@@ -144,7 +144,7 @@ def _compare(run: Run, folder: str, *, for_scripts: bool) -> list[Check]:
 
     started = time.perf_counter()
     progress("preparing the data")
-    prepared = probe_rows(prepare(with_tokenizer(replace(run, settings={**run.settings, "output_dir": folder}))))
+    prepared = probe_rows(prepare(with_tokenizer(run.decide(output_dir=folder))))
     progress("loading the model")
     trainer = build_trainer(prepared, load_layers(run, prepared))
     progress("looking at the machine")
@@ -153,7 +153,7 @@ def _compare(run: Run, folder: str, *, for_scripts: bool) -> list[Check]:
     checks = broadcast_object(check_parity(trainer, run.dims.sp))
     if trainer.sequence.rank == 0:
         seconds = time.perf_counter() - started
-        run = replace(prepared.run, settings=run.settings)  # the backend that the data decided on
+        run = replace(prepared.run, flags=run.flags)  # the backend that the data decided on
         print(_result(run, checks, machine, seconds, for_scripts=for_scripts), file=sys.__stdout__, flush=True)
     return checks
 

@@ -69,7 +69,7 @@ def few_layers(run: Run, num_layers: int | None) -> Run:
     text = config.get_text_config()
     for name, value in first_layers(text, num_layers).items():
         setattr(text, name, value)
-    return replace(run, model_config=config)
+    return replace(run, facts=replace(run.facts, model_config=config))
 
 
 def with_tokenizer(run: Run) -> Run:
@@ -81,7 +81,7 @@ def with_tokenizer(run: Run) -> Run:
     text = config.get_text_config()
     for name in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(text, name, getattr(tiny, name))
-    return replace(run, model_config=config, settings={**run.settings, "model_name_or_path": TINY})
+    return replace(run.decide(model_name_or_path=TINY), facts=replace(run.facts, model_config=config))
 
 
 def load_layers(run: Run, prepared: PreparedRun) -> PreTrainedModel:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longctx.attention.kernels import CappedDenseKernel, CpuFlashKernel, choose, choose_kernel, flash_attn, prefer
-from longctx.settings.engine import kernel_notes
+from longctx.settings.arrange import kernel_note
 from longctx.settings.machine_checks import check_kernel_package
 from longctx.settings.rules import KERNEL_NAMES
 
@@ -120,10 +120,10 @@ def test_a_kernel_that_is_not_exact_is_refused(packages, exact):
 
 def test_notes_and_refusals_before_the_run(packages):
     packages("flash-attn-4")
-    assert [kernel_notes(name, use_cpu=False) for name in (None, "eager", "sdpa", "flash_attention_4")] == [[]] * 4
+    assert [kernel_note(name, use_cpu=False) for name in (None, "eager", "sdpa", "flash_attention_4")] == [""] * 4
     for name in choose.FLASH_ATTENTION:
-        assert "torch's kernel for the CPU" in kernel_notes(name, use_cpu=True)[0]
-    assert "flash-attn is not installed, so torch's own" in kernel_notes("flash_attention_2", use_cpu=False)[0]
+        assert "torch's kernel for the CPU" in kernel_note(name, use_cpu=True)
+    assert "flash-attn is not installed, so torch's own" in kernel_note("flash_attention_2", use_cpu=False)
     with pytest.raises(ValueError, match="pip install flash-attn-3, or leave the flag out"):
         check_kernel_package("flash_attention_3")
     for name in (None, "eager", "sdpa", "flash_attention_2", "flash_attention_4"):

@@ -75,7 +75,7 @@ def _place() -> Iterator[Callable[[Case], Any]]:
             config.save_pretrained(Path(folder, name))
         patch.setattr("longctx.settings.machine_checks.version", support_page._version)
         patch.setattr("longctx.settings.model_config.load_config", support_page._load_config)
-        patch.setattr("longctx.settings.resolve.QLORA_VERSIONS", {})
+        patch.setattr("longctx.settings.arrange.QLORA_VERSIONS", {})
         patch.setattr("longctx.settings.machine_checks._has_async_io", lambda use_cpu: True)
         patch.setattr("longctx.settings.launcher.default_config_file", lambda: None)
 
@@ -95,7 +95,11 @@ def _place() -> Iterator[Callable[[Case], Any]]:
             for line in [*run.summary(), *run.describe_batch()]:
                 told[line.label].append(_without_forecasts(str(line).partition(" ")[2].strip()))
             choice = {"engine": run.engine, "zero_stage": run.zero_stage, "promoted": run.promotes_engine}
-            choice |= {"use_cpu": run.use_cpu, "spawns": run.has_group and not run.launched, "has_group": run.has_group}
+            choice |= {
+                "use_cpu": run.use_cpu,
+                "spawns": run.has_group and not run.facts.launcher.launched,
+                "has_group": run.has_group,
+            }
             given_defaults = parse_flags([], case.method)
             found = {f"says {label}": lines for label, lines in told.items()} | asdict(run.dims) | choice
             found |= {f"memory.{name}": value for name, value in asdict(run.memory_options).items()}

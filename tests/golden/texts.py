@@ -51,7 +51,7 @@ def _terminal() -> Iterator[Callable[..., list[Any]]]:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.chdir(folder)
         patch.setattr("longctx.settings.resolve.device_count", lambda: 0)
-        patch.setattr("longctx.settings.resolve.QLORA_VERSIONS", {})
+        patch.setattr("longctx.settings.arrange.QLORA_VERSIONS", {})
         patch.setattr("longctx.settings.launcher.default_config_file", lambda: None)
         for work in (
             "longctx.launch.spawn.spawn",

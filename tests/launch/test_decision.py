@@ -15,10 +15,12 @@ from longctx.launch import store
 from longctx.launch.store import STORE_FILE, share_decision
 from longctx.ranks.agreement import RefusedOnAllRanks
 from longctx.settings import resolve as module
+from longctx.settings.arrange import arrange
 from longctx.settings.launcher import read_profile
 from longctx.settings.processes import count_to_start
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve, resolve_together
+from longctx.settings.rules import fill
 from tests.workers import run_ranks
 
 DECIDED = {"chosen": {"sp": 2, "memory": "balanced"}, "output_dir": "out", "reason": "by forecast"}
@@ -34,6 +36,12 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.setattr(store, "_decisions", itertools.count())
     monkeypatch.setattr(module, "REFUSED_SECONDS", 0.0)
     return tmp_path
+
+
+def decided_together(arguments: list[str]):
+    env = dict(os.environ)
+    launcher = read_profile(env)
+    return resolve_together(fill(parse_flags(arguments), launcher), launcher, env)
 
 
 def test_ranks_that_longctx_started_read_the_decision_in_the_runs_folder(folder) -> None:
@@ -68,7 +76,7 @@ def test_an_address_at_which_no_rank_0_is_is_named(monkeypatch) -> None:
 def test_what_rank_0_refuses_all_refuse_and_one_says(folder) -> None:
     (folder / "decision-0").write_text(json.dumps({"refused": "--sp 3 cannot be"}))
     with pytest.raises(RefusedOnAllRanks, match="--sp 3 cannot be") as refused:
-        resolve_together(parse_flags(TINY), read_profile(dict(os.environ)), dict(os.environ))
+        decided_together(TINY)
     assert not refused.value.is_mine
 
 
@@ -76,7 +84,7 @@ def test_rank_0_says_its_refusal_and_tells_the_others(folder, monkeypatch) -> No
     monkeypatch.setenv("RANK", "0")
     given = [*TINY, "--sp", "2", "--sp_backend", "ulysses", "--pad_to_multiple_of", "3", "--use_cpu", "True"]
     with pytest.raises(RefusedOnAllRanks, match="--pad_to_multiple_of 3 is not a multiple of 2") as refused:
-        resolve_together(parse_flags(given), read_profile(dict(os.environ)), dict(os.environ))
+        decided_together(given)
     assert refused.value.is_mine
     assert json.loads((folder / "decision-0").read_text()) == {"refused": str(refused.value)}
 
@@ -86,13 +94,12 @@ def choices(arguments: list[str]) -> tuple[int, str, str]:
     rank = int(os.environ["RANK"])
     ranked = module.choose_layout
 
-    def by_rank(values, world_size, of):
-        return of(values.with_("auto", sp=1 + rank, num_processes=world_size, memory="balanced"))
+    def by_rank(values, world_size, facts):
+        return arrange(values.with_("auto", sp=1 + rank, num_processes=world_size, memory="balanced"), facts)
 
     module.choose_layout = by_rank
     try:
-        env = dict(os.environ)
-        run = resolve_together(parse_flags(arguments), read_profile(env), env)
+        run = decided_together(arguments)
     finally:
         module.choose_layout = ranked
     return run.dims.sp, run.settings["memory"], run.settings["output_dir"]
@@ -106,12 +113,12 @@ def test_ranks_that_would_choose_differently_take_what_rank_0_chooses(tmp_path) 
 
 def test_a_single_process_decides_alone(tmp_path) -> None:
     given = [*TINY, "--use_cpu", "True", "--output_dir", str(tmp_path / "out")]
-    together = resolve_together(parse_flags(given), read_profile({}), {})
+    together = resolve_together(fill(parse_flags(given), read_profile({})), read_profile({}), {})
     assert together.settings == resolve(parse_flags(given), read_profile({}), {}).settings
 
 
 def test_processes_that_do_not_exist_are_refused_before_any_is_started(monkeypatch) -> None:
     monkeypatch.setattr("longctx.settings.processes.device_count", lambda: 2)
-    settings = parse_flags([*TINY, "--sp", "4"])
+    settings = fill(parse_flags([*TINY, "--sp", "4"]), read_profile({}))
     with pytest.raises(ValueError, match=r"^4 processes on this machine need 4 GPUs, and 2 are visible\. Use --sp 2"):
         count_to_start(settings, read_profile({}))

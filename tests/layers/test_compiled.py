@@ -97,7 +97,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_compiled_layers_are_not_verified_with_is_refused(case, monkeypatch):
-    monkeypatch.setattr("longctx.settings.resolve.check_liger_machine", lambda *_, **__: None)  # it needs a GPU
+    monkeypatch.setattr("longctx.settings.arrange.check_liger_machine", lambda *_, **__: None)  # it needs a GPU
     flags, message = REFUSED[case]
     with pytest.raises(ValueError, match=f"--torch_compile True.*{message}"):
         resolve(parse_flags(["--torch_compile", "True", *flags]), read_profile({}), {})

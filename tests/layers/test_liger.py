@@ -221,7 +221,7 @@ ALL_OF_QWEN3 = ("rms_norm", "swiglu", "rope")
 
 
 def test_liger_is_on_by_default_where_it_is_verified(monkeypatch, tmp_path):
-    monkeypatch.setattr("longctx.settings.resolve.LIGER_ELEMENTS", 20 * tiny_config().hidden_size)
+    monkeypatch.setattr("longctx.settings.arrange.LIGER_ELEMENTS", 20 * tiny_config().hidden_size)
     assert resolved("--max_length", "20").liger_parts is None  # on the CPU
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 1)
     assert resolved("--max_length", "20").liger_parts == ALL_OF_QWEN3
@@ -248,7 +248,7 @@ def test_liger_is_on_by_default_where_it_is_verified(monkeypatch, tmp_path):
 )
 def test_without_a_compiler_liger_is_off_unless_it_is_asked_for(missing, message, monkeypatch):
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 1)
-    monkeypatch.setattr("longctx.settings.resolve.LIGER_ELEMENTS", 1)
+    monkeypatch.setattr("longctx.settings.arrange.LIGER_ELEMENTS", 1)
     monkeypatch.setattr(
         f"longctx.layers.liger.{missing}", lambda name: None if missing == "shutil.which" else "nowhere"
     )
@@ -261,7 +261,7 @@ def test_without_a_compiler_liger_is_off_unless_it_is_asked_for(missing, message
 
 def test_kernels_that_disagree_are_left_out_unless_they_are_asked_for(monkeypatch):
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 1)
-    monkeypatch.setattr("longctx.settings.resolve.LIGER_ELEMENTS", 1)
+    monkeypatch.setattr("longctx.settings.arrange.LIGER_ELEMENTS", 1)
     args = SimpleNamespace(bf16=True, device=torch.device("cpu"))
     asked_for, default = resolved("--use_liger_kernel", "True"), resolved()
 
@@ -287,7 +287,7 @@ def test_the_cpu_is_refused(refusal):
 
 
 def test_a_missing_liger_is_refused(refusal, monkeypatch):
-    monkeypatch.setattr("longctx.settings.resolve.LIGER_VERSIONS", {"liger-kernel-of-tomorrow": "9.0"})
+    monkeypatch.setattr("longctx.settings.arrange.LIGER_VERSIONS", {"liger-kernel-of-tomorrow": "9.0"})
     error = refusal("--model_name_or_path", "tiny", "--use_liger_kernel", "True")
     assert (
         "liger-kernel-of-tomorrow is not installed and --use_liger_kernel needs 9.0 or later. Run pip install" in error

@@ -211,7 +211,7 @@ def test_an_adapter_equals_one_process(parameters, folder, tmp_path):
     "options", ["tiled_mlp True", "sequence_chunk_size 32", "offload_param_device cpu --sp 2", "load_in_4bit True"]
 )
 def test_adapted_experts_with_memory_options_that_are_not_compared(options, folder, refusal, monkeypatch):
-    monkeypatch.setattr("longctx.settings.resolve.QLORA_VERSIONS", {})
+    monkeypatch.setattr("longctx.settings.arrange.QLORA_VERSIONS", {})
     arguments = [*ADAPTER, "--lora_target_parameters", *EXPERTS, *f"--{options}".split(), "--use_cpu"]
     error = refusal(*arguments, "--model_name_or_path", folder)
     assert f"--{options.partition(' --')[0]} with --lora_target_parameters is not verified" in error or (

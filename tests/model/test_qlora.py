@@ -219,7 +219,7 @@ def test_the_forecast_counts_four_bit_weights_whole(folder):
 def test_bytes_of_a_4_bit_weight_and_its_scale(folder, monkeypatch):
     """As the plan counts them; the long tests hold them against the parameters of a run."""
     common = ["--model_name_or_path", folder, "--dataset_name", "stdlib", *FLAGS, "--use_cpu", "True"]
-    monkeypatch.setattr("longctx.settings.resolve.QLORA_VERSIONS", {})
+    monkeypatch.setattr("longctx.settings.arrange.QLORA_VERSIONS", {})
     for flags, expected in (([], 0.56), (["--use_bnb_nested_quant", "True"], 0.52)):
         run = resolve(parse_flags([*common, *flags]), read_profile({}), {})
         assert round(run.shape.quantized_weight_bytes, 2) == expected
@@ -306,7 +306,7 @@ REFUSED = {
 
 @pytest.fixture
 def refusal(refusal, monkeypatch):
-    monkeypatch.setattr("longctx.settings.resolve.QLORA_VERSIONS", {})
+    monkeypatch.setattr("longctx.settings.arrange.QLORA_VERSIONS", {})
     return partial(refusal, "--load_in_4bit", "True")
 
 

@@ -1,18 +1,16 @@
-"""The processes of a launcher, what its reading imports, and `accelerate launch` in the place of this process."""
+"""The processes of a launcher, and what its reading imports."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from longctx.launch.accelerate import default_config_file, find_profile, relaunch, who_starts
+from longctx.launch.accelerate import default_config_file, who_starts
 from longctx.settings.launcher import read_profile
 
 
@@ -72,17 +70,6 @@ def test_translated_sections_train_as_the_flags_they_become(tmp_path):
     assert not (tmp_path / "compiled").exists()
 
 
-def test_refusal_names_the_default_config(monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert default_config_file() is None
-    path = tmp_path / "accelerate/default_config.yaml"
-    path.parent.mkdir()
-    path.touch()
-    assert default_config_file() == path
-    with pytest.raises(ValueError, match=re.escape(str(path))):
-        read_profile({"ACCELERATE_USE_MEGATRON_LM": "true"})
-
-
 def test_default_config_is_accelerates(monkeypatch, tmp_path):
     """The path is worked out without accelerate, which takes a second to import."""
     for home in ({"HF_HOME": str(tmp_path)}, {"XDG_CACHE_HOME": str(tmp_path)}):
@@ -105,71 +92,6 @@ def test_nothing_heavy_is_imported():
     root = str(Path(__file__).parents[2])
     printed = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert not heavy & set(printed.stdout.split())
-
-
-# `accelerate launch` in the place of this process
-
-
-VALUES: dict[str, Any] = {
-    "accelerate_config": "zero3",
-    "num_processes": None,
-    "machine_rank": None,
-    "main_process_ip": None,
-}
-VALUES |= {"main_process_port": None}
-STEP = {"STEP_NUM_TASKS": "2", "STEP_TASKS_PER_NODE": "1(x2)", "STEP_NODELIST": "node[3-4]", "JOB_ID": "0"}
-STEP |= {"STEP_ID": "5", "NODEID": "1", "LOCALID": "0", "PROCID": "1"}
-TRAIN = ["-m", "longctx.train", "--run_name", "machine_rank"]
-RELAUNCHED: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, str]]] = {
-    "plain": ({}, {}, {}),
-    "processes": ({"num_processes": 2}, {}, {"num_processes": "2"}),
-    "machines": (
-        {"machine_rank": 1, "main_process_ip": "10.0.0.1"},
-        {},
-        {"machine_rank": "1", "main_process_ip": "10.0.0.1", "deepspeed_multinode_launcher": "standard"},
-    ),
-    "srun": (
-        {},
-        STEP,
-        {
-            "num_machines": "2",
-            "machine_rank": "1",
-            "main_process_ip": "node3",
-            "main_process_port": "12005",
-            "deepspeed_multinode_launcher": "standard",
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("case", RELAUNCHED)
-def test_relaunch(case, monkeypatch):
-    values, step, launcher = RELAUNCHED[case]
-    for name, value in step.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    started: list[str] = []
-    monkeypatch.setattr(os, "execv", lambda program, command: started.extend(command))
-    arguments = ["--machine-rank=1", "--run_name", "machine_rank", "--accelerate_config", "zero3"]
-    arguments += ["--main_process_ip", "10.0.0.1"]
-    relaunch({**VALUES, **values}, arguments, is_launched=False)
-    flags = [word for name, value in launcher.items() for word in (f"--{name}", value)]
-    config = ["--config_file", str(find_profile("zero3"))]
-    assert started[1:] == ["-m", "accelerate.commands.launch", *config, *flags, *TRAIN]
-
-
-def test_relaunch_is_refused_where_processes_run_already(monkeypatch):
-    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("a process was replaced"))
-    with pytest.raises(ValueError, match=r"zero3 comes too late.*accelerate launch --config_file zero3"):
-        relaunch(VALUES, [], is_launched=True)
-    for name, value in {**STEP, "STEP_NUM_TASKS": "4", "STEP_TASKS_PER_NODE": "2(x2)"}.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    with pytest.raises(ValueError, match="zero3 in 2 tasks on a node"):
-        relaunch(VALUES, [], is_launched=False)
-
-
-def test_profile_that_does_not_exist():
-    with pytest.raises(ValueError, match=r"--accelerate_config zero4 is neither a file nor .*zero3"):
-        find_profile("zero4")
 
 
 def test_who_starts_says_why():

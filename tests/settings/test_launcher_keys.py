@@ -22,6 +22,8 @@ import yaml
 
 from longctx.launch.accelerate import shipped_configs
 from longctx.settings.launcher import FLAG_FIRST, PROFILE_FIRST, read_profile
+from longctx.settings.read import parse_flags
+from longctx.settings.resolve import resolve
 
 with Path(__file__).with_name("profile_keys.tsv").open(encoding="utf-8") as file:
     ROWS = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
@@ -262,40 +264,12 @@ def test_train_batch_size_is_the_product_or_refused(exported):
     env = exported(BASES["file"], {**JSON, "train_batch_size": 16})
     launcher = read_profile(env)
     assert seen_by_deepspeed(env)["train_batch_size"] == 16
-    launcher.check_train_batch_size(micro_batch_size=4, accumulation=2, world_size=2)
+    tiny = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib", "--use_cpu", "--per_device_train_batch_size"]
+    assert resolve(parse_flags([*tiny, "4", "--gradient_accumulation_steps", "2"]), launcher, env).dims.dp == 2
     with pytest.raises(ValueError, match=r"^train_batch_size in .*ds.json is 16.* 1 × .* 1 × 2 processes is 2\. "):
-        launcher.check_train_batch_size(micro_batch_size=1, accumulation=1, world_size=2)
-    read_profile(exported(BASES["file"])).check_train_batch_size(micro_batch_size=1, accumulation=1, world_size=2)
-
-
-MIXED = {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto", **JSON}
-CASES: dict[str, tuple[dict[str, Any], Any]] = {
-    "schedule": (
-        {"optimizer": OPTIMIZER, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01}}},
-        "max_lr",
-    ),
-    "schedule alone": ({"scheduler": SCHEDULER}, {"lr_scheduler_type": "constant_with_warmup"}),
-    "betas": ({"optimizer": with_key(OPTIMIZER, "params.betas", [0.5, 0.6])}, {"adam_beta1": 0.5, "adam_beta2": 0.6}),
-    "Adam": ({"optimizer": {**OPTIMIZER, "type": "Adam"}}, {}),
-    "Lion": ({"optimizer": {"type": "Lion", "params": {"lr": 0.001}}}, r"optimizer\.type Lion"),
-    "OneBitAdam": ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.001}}}, r"optimizer\.type OneBitAdam"),
-    "no optimizer": ({}, {}),
-    "prescaled": ({"prescale_gradients": True, "gradient_predivide_factor": 4.0}, "prescale_gradients true"),
-    "curriculum": ({"data_efficiency": {"enabled": True}}, r"data_efficiency\.enabled true"),
-    "checkpointing": ({"activation_checkpointing": {"partition_activations": True}}, "partition_activations true"),
-    "auto": ({"optimizer": OPTIMIZER, "scheduler": SCHEDULER}, {"lr_scheduler_type": "constant_with_warmup"}),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_deepspeed_file(case, exported):
-    config, outcome = CASES[case]
-    env = exported(BASES["file"], {**MIXED, **config})
-    if isinstance(outcome, str):
-        with pytest.raises(ValueError, match=rf"{outcome}.* in deepspeed_config_file ds\.json"):
-            read_profile(env)
-        return
-    assert {flag: asked.value for flag, asked in read_profile(env).values.items()} == outcome
+        resolve(parse_flags([*tiny, "1"]), launcher, env)
+    env = exported(BASES["file"])
+    assert resolve(parse_flags([*tiny, "1"]), read_profile(env), env).dims.dp == 2
 
 
 @pytest.mark.parametrize(
@@ -319,76 +293,6 @@ def test_damaged_file(text, why, exported):
         return
     with pytest.raises(ValueError, match=why):
         read_profile(env)
-
-
-# Profiles that are published
-
-
-TRL: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "debug": False, "downcast_bf16": "no", "machine_rank": 0}
-TRL |= {"main_training_function": "main", "mixed_precision": "bf16", "num_machines": 1, "num_processes": 2}
-TRL |= {"rdzv_backend": "static", "same_network": True, "tpu_env": [], "tpu_use_cluster": False, "use_cpu": False}
-OF_FSDP2 = {**FSDP2, "fsdp_activation_checkpointing": True, "fsdp_cpu_ram_efficient_loading": True}
-OF_FSDP2 |= {"fsdp_offload_params": False, "fsdp_reshard_after_forward": True}
-OF_FSDP2 |= {"fsdp_state_dict_type": "FULL_STATE_DICT"}
-OF_FSDP1 = {"fsdp_version": 1, "fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_forward_prefetch": True}
-OF_FSDP1 |= {"fsdp_reshard_after_forward": "FULL_SHARD", "fsdp_sync_module_states": True, "fsdp_use_orig_params": True}
-DEGREES = {"parallelism_config_dp_replicate_size": 1, "parallelism_config_tp_size": 1}
-CP2 = {**DEGREES, "parallelism_config_dp_shard_size": 1, "parallelism_config_cp_size": 2}
-SP2 = {**DEGREES, "parallelism_config_dp_shard_size": 2, "parallelism_config_sp_size": 2}
-SP2 |= {"parallelism_config_sp_backend": "deepspeed", "parallelism_config_sp_seq_length_is_variable": True}
-SP2 |= {"parallelism_config_sp_attn_implementation": "flash_attention_2"}
-ZERO3 = {"deepspeed_multinode_launcher": "standard", "offload_optimizer_device": "none", "zero3_init_flag": True}
-ZERO3 |= {"offload_param_device": "none", "zero3_save_16bit_model": True, "zero_stage": 3}
-OLD: dict[str, Any] = {
-    "compute_environment": "LOCAL_MACHINE",
-    "deepspeed_config": {},
-    "fsdp_config": {},
-    "main_process_ip": None,
-}
-ZERO_PART = {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": "auto", "sub_group_size": 1e9}
-TEMPLATE = {
-    "bf16": {"enabled": "auto"},
-    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
-    "scheduler": {"type": "WarmupDecayLR", "params": {**WARMUP, "total_num_steps": "auto"}},
-    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}, **ZERO_PART},
-    "gradient_accumulation_steps": 1,
-    "steps_per_print": 2000,
-    "wall_clock_breakdown": False,
-    "seq_parallel_communication_data_type": "bf16",
-}
-OF_TEMPLATE = {"gradient_accumulation_steps": 1, "offload_param_device": "cpu", "lr_scheduler_type": "linear"}
-RING = {"sp": 2, "sp_backend": "ring", "activation_checkpointing": True, "bf16": True}
-PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
-    "context_parallel_2gpu": (
-        {**TRL, "distributed_type": "FSDP", "fsdp_config": OF_FSDP2, "parallelism_config": CP2},
-        {},
-        RING,
-    ),
-    "alst_ulysses_4gpu": (
-        {**TRL, "distributed_type": "DEEPSPEED", "deepspeed_config": ZERO3, "parallelism_config": SP2},
-        {},
-        {"sp": 2, "sp_backend": "ulysses", "bf16": True},
-    ),
-    "deepspeed_zero3": ({**TRL, "distributed_type": "DEEPSPEED", "deepspeed_config": ZERO3}, {}, {"bf16": True}),
-    "fsdp1": ({**TRL, "distributed_type": "FSDP", "fsdp_config": OF_FSDP1}, {}, {"bf16": True}),
-    "multi_gpu": ({**TRL, "distributed_type": "MULTI_GPU", "gpu_ids": "all"}, {}, {"bf16": True}),
-    "of an old release": ({**OLD, "distributed_type": "NO", "num_processes": 1}, {}, {}),
-    "accelerate's DeepSpeed template": (BASES["file"], TEMPLATE, OF_TEMPLATE),
-    "the template in fp16": (BASES["file"], with_key(TEMPLATE, "fp16.enabled", True), "fp16.enabled true"),
-    "two degrees": ({**TRL, "distributed_type": "FSDP", "parallelism_config": {**CP2, **SP2}}, {}, "set one of them"),
-}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_profile(name, exported):
-    profile, config, outcome = PUBLISHED[name]
-    env = exported(profile, config)
-    if isinstance(outcome, str):
-        with pytest.raises(ValueError, match=outcome):
-            read_profile(env)
-        return
-    assert {flag: asked.value for flag, asked in read_profile(env).values.items()} == outcome
 
 
 @pytest.mark.parametrize("path", sorted(shipped_configs().glob("*.yaml")), ids=lambda path: path.stem)

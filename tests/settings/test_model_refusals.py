@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from importlib.metadata import version
 
 import pytest
@@ -92,6 +88,10 @@ def save_config(folder, model_type, **settings):
     return str(folder)
 
 
+def own(folder):
+    return ["--model_name_or_path", folder, "--dataset_name", "stdlib"]
+
+
 @pytest.mark.parametrize("case", MODELS)
 def test_models_that_are_not_known_to_be_exact(case, tmp_path, refused):
     model_type, settings, parts = MODELS[case]
@@ -108,22 +108,12 @@ def test_a_type_that_a_later_release_of_transformers_has(tmp_path, refused, monk
 
 
 def test_compiled_mixtures_of_experts(tmp_path, refused):
-    given = [
-        "--model_name_or_path",
-        save_config(tmp_path, "mixtral", num_key_value_heads=2),
-        "--dataset_name",
-        "stdlib",
-    ]
+    given = own(save_config(tmp_path, "mixtral", num_key_value_heads=2))
     refused(*given, "--torch_compile", "True", parts=("--torch_compile True with mixtral", "Leave out --torch_compile"))
 
 
 def test_expert_parallelism_is_refused_with_what_is_missing(tmp_path, refused):
-    given = [
-        "--model_name_or_path",
-        save_config(tmp_path, "mixtral", num_key_value_heads=2),
-        "--dataset_name",
-        "stdlib",
-    ]
+    given = own(save_config(tmp_path, "mixtral", num_key_value_heads=2))
     parts = ("sets ep_size", "device meshes of their own", "FSDP2 and ZeRO-3 shard experts, too")
     refused(*given, "--model_init_kwargs", '{"ep_size": 2}', parts=parts)
 
@@ -136,12 +126,7 @@ def test_expert_parallelism_is_refused_with_what_is_missing(tmp_path, refused):
     ],
 )
 def test_ways_to_compute_experts_that_are_not_compared(model_type, name, part, tmp_path, refused):
-    given = [
-        "--model_name_or_path",
-        save_config(tmp_path, model_type, num_key_value_heads=2),
-        "--dataset_name",
-        "stdlib",
-    ]
+    given = own(save_config(tmp_path, model_type, num_key_value_heads=2))
     kwargs = ["--model_init_kwargs", json.dumps({"experts_implementation": name})]
     refused(*given, *kwargs, parts=(f"sets experts_implementation {name}", part))
 
@@ -150,7 +135,7 @@ def test_ways_to_compute_experts_that_are_not_compared(model_type, name, part, t
     ("model_type", "kind"), [("llama", "is no mixture of experts"), ("hunyuan_v1_moe", "has no such loss")]
 )
 def test_a_coefficient_for_routers_without_an_auxiliary_loss(model_type, kind, tmp_path, refused):
-    given = ["--model_name_or_path", save_config(tmp_path, model_type), "--dataset_name", "stdlib"]
+    given = own(save_config(tmp_path, model_type))
     parts = ("--router_aux_loss_coef 0.1", f"{model_type} {kind}", "Leave it out")
     refused(*given, "--router_aux_loss_coef", "0.1", parts=parts)
 
@@ -196,7 +181,7 @@ def test_a_configuration_of_the_models_own():
 
 def test_float16_weights(tmp_path, refused):
     folder = save_config(tmp_path, "llama", dtype="float16")
-    given = ("--model_name_or_path", folder, "--dataset_name", "stdlib")
+    given = own(folder)
     refused(*given, "--dtype", "auto", parts=("--dtype auto means torch.float16", "--dtype float32 or bfloat16"))
     refused(*given, "--dtype", "float16", parts=("--dtype float16", "Use float32, bfloat16 or auto"))
 
@@ -311,32 +296,6 @@ def test_data_that_cannot_be_read(tmp_path, folder_without_weights, refused):
 # Real processes
 # ------------------------------------------------------------------------------------------------
 
-TIMED = """
-import runpy, sys, time
-import longctx.settings.resolve, longctx.settings.flags, longctx.run, longctx.launch.spawn
-start = time.monotonic()
-try:
-    runpy.run_module("longctx.train", run_name="__main__")
-finally:
-    print(time.monotonic() - start)
-"""
-
-
-def environment():
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return {name: value for name, value in os.environ.items() if name not in names} | {"CUDA_VISIBLE_DEVICES": ""}
-
-
-@pytest.mark.long  # tests with the fixture `refusal` show the one line without a process of their own
-def test_a_wrong_flag_ends_at_once_with_one_line():
-    command = [sys.executable, "-c", TIMED, "--sp", "3", "--sp_backend", "ulysses"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
-    assert done.returncode == 2
-    errors = [line for line in done.stderr.splitlines() if line.strip()]
-    assert len(errors) == 1
-    assert errors[0].startswith("longctx: error: ")
-    assert float(done.stdout.split()[-1]) < 10  # seconds after imports
-
 
 def test_an_error_in_the_data_is_shown_once_and_ends_every_rank(tmp_path, folder_without_weights):
     path = tmp_path / "bad.jsonl"
@@ -349,34 +308,3 @@ def test_an_error_in_the_data_is_shown_once_and_ends_every_rank(tmp_path, folder
     assert shown.count("longctx: error: ") == 1, shown
     assert f"{path}:4: malformed JSON" in shown
     assert "Traceback" not in shown, shown
-
-
-@pytest.mark.long
-def test_an_error_in_the_data_is_shown_once_and_ends_every_process(tmp_path, folder_without_weights):
-    path = tmp_path / "bad.jsonl"
-    path.write_text(lines(*TEXT) + "{\n")
-    command = [sys.executable, "-m", "longctx.train", "--sp", "2", "--sp_backend", "ring", "--dataset_name", str(path)]
-    command += ["--model_name_or_path", folder_without_weights, "--output_dir", str(tmp_path / "out")]
-    start = time.monotonic()
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment())
-        assert process.wait(120) not in (0, None)
-    shown = (tmp_path / "log").read_text()
-    assert shown.count("longctx: error: ") == 1, shown
-    assert f"{path}:4: malformed JSON" in shown
-    assert "Traceback" not in shown, shown
-    assert not children_of(str(path)), f"processes are left after {time.monotonic() - start:.0f} s"
-
-
-def children_of(argument: str) -> list[str]:
-    """Command lines of running processes with this argument."""
-    found = []
-    for entry in os.listdir("/proc"):
-        try:
-            with open(f"/proc/{entry}/cmdline") as file:
-                arguments = file.read().split("\0")
-        except (OSError, UnicodeDecodeError):
-            continue
-        if argument in arguments:
-            found.append(" ".join(arguments))
-    return found

@@ -67,7 +67,7 @@ def test_default_config_left_behind_works(kind, default_config):
     run = resolve_launched(default_config(kind), [*TINY, "--use_cpu", "True", "--sp", "2", "--sp_backend", "ring"])
     assert (run.dims.world_size, run.dims.sp) == (2, 2)
     assert run.engine == ("deepspeed" if kind == "DEEPSPEED" else "fsdp2")
-    assert run.launched != (kind in ("NO", "MULTI_CPU"))
+    assert run.facts.launcher.launched == (kind not in ("NO", "MULTI_CPU"))
 
 
 def test_use_cpu_of_a_default_config_is_ours(default_config, monkeypatch):
@@ -173,24 +173,6 @@ def test_kernel_that_is_used_is_printed(one_device):
     assert re.search(r"attention kernel .*CPU.*packed-exact, flash_attention_2 was asked for", line)
 
 
-@pytest.mark.long
-def test_context_parallel_2gpu_equals_one_device(one_device, data, tmp_path):
-    command = profile_command("context_parallel_2gpu")
-    outcome = start(command, tmp_path, "--per_device_train_batch_size", "2", data=data)
-    check_first_step(outcome, one_device)
-    assert "sp 2 (ring 2 × ulysses 1)" in outcome[1]
-    assert "engine    fsdp2" in outcome[1]
-
-
-@pytest.mark.long
-def test_alst_ulysses_4gpu_equals_one_device(one_device, data, tmp_path):
-    outcome = start(profile_command("alst_ulysses_4gpu"), tmp_path, "--per_device_train_batch_size", "1", data=data)
-    check_first_step(outcome, one_device)
-    assert "dp_shard 2 × sp 2 (ring 1 × ulysses 2)" in outcome[1]
-    assert "engine    deepspeed ZeRO-3" in outcome[1]
-    assert (tmp_path / "out/model.safetensors").is_file()
-
-
 @pytest.mark.long  # test_refusals.py has an error of a launch in a plain run
 def test_contradiction_in_a_launch_is_one_line_before_the_processes_meet(data, tmp_path):
     code, printed, log = start(profile_command("context_parallel_2gpu"), tmp_path, "--sp", "4", data=data)
@@ -239,22 +221,43 @@ def test_stock_sharding_is_never_switched_on(launch, data, tmp_path, monkeypatch
 # Real runs that take minutes together
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "fsdp2", "multi_gpu"])
-@pytest.mark.parametrize("sp", ["1", "2"])
-def test_profile_equals_one_device(name, sp, one_device, data, tmp_path):
-    arguments = ["--sp", sp, "--per_device_train_batch_size", sp]
-    check_first_step(start(profile_command(name, "--num_processes", "2"), tmp_path, *arguments, data=data), one_device)
-    assert (tmp_path / "out/model.safetensors").is_file()
+ON_TWO = ("--num_processes", "2")
+PROFILES = {
+    **{
+        f"{name} at sp {sp}": (name, ON_TWO, f"--sp {sp} --per_device_train_batch_size {sp}", ())
+        for name in ("zero1", "zero2", "zero3", "fsdp2", "multi_gpu")
+        for sp in (1, 2)
+    },
+    "ring": (
+        "context_parallel_2gpu",
+        (),
+        "--per_device_train_batch_size 2",
+        ("sp 2 (ring 2 × ulysses 1)", "engine    fsdp2"),
+    ),
+    "Ulysses": (
+        "alst_ulysses_4gpu",
+        (),
+        "--per_device_train_batch_size 1",
+        ("dp_shard 2 × sp 2 (ring 1 × ulysses 2)", "engine    deepspeed ZeRO-3"),
+    ),
+    "hybrid": (
+        "hybrid_8gpu",
+        ("--num_processes", "4"),
+        "--sp 4 --sp_backend hybrid --per_device_train_batch_size 2",
+        ("sp 4 (ring 2 × ulysses 2)",),
+    ),
+}
+"""Profiles with their launcher's flags, the run's flags, and what is printed."""
 
 
 @pytest.mark.long
-def test_hybrid_8gpu_on_four_processes_equals_one_device(one_device, data, tmp_path):
-    command = profile_command("hybrid_8gpu", "--num_processes", "4")
-    arguments = ["--sp", "4", "--sp_backend", "hybrid", "--per_device_train_batch_size", "2"]
-    outcome = start(command, tmp_path, *arguments, data=data)
+@pytest.mark.parametrize("case", PROFILES)
+def test_profile_equals_one_device(case, one_device, data, tmp_path):
+    name, launcher, flags, printed = PROFILES[case]
+    outcome = start(profile_command(name, *launcher), tmp_path, *flags.split(), data=data)
     check_first_step(outcome, one_device)
-    assert "sp 4 (ring 2 × ulysses 2)" in outcome[1]
+    assert all(part in outcome[1] for part in printed)
+    assert (tmp_path / "out/model.safetensors").is_file()
 
 
 @pytest.mark.long

@@ -240,13 +240,6 @@ def test_the_user_is_over_the_profile_and_that_over_the_demo(flags, file, profil
     assert (name in settings.explicit) == (origin in ("file", "flag"))
 
 
-def test_a_profile_and_a_flag_that_differ_are_refused():
-    with pytest.raises(
-        ValueError, match=r"--max_grad_norm 0\.7 contradicts accelerate's config.*gradient_clipping 0\.5"
-    ):
-        fill(parse_flags(["--max_grad_norm", "0.7"]), read_profile(dict(CLIPS)))
-
-
 OLDER = {  # by today's name: another, and a value
     "max_length": ("max_seq_length", 99),
     "dtype": ("torch_dtype", "bfloat16"),
