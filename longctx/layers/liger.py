@@ -2,7 +2,7 @@
 
 Liger's loss stays out: the loss here is fused already, counts the label tokens of all ranks, and gives the token
 outputs that metrics come from. Experts stay as transformers has them, too; the norms and rotary embeddings around them
-are Liger's. Each model type of LIGER_MODELS is compared with transformers' own layers by tests/layers/test_liger.py.
+are Liger's. Each model type of `LIGER_MODELS` is compared with transformers' own layers by tests/layers/test_liger.py.
 
 Liger also replaces classes and functions in transformers' modules, for every model that the process makes later, such
 as the one that a result is compared with. That is undone here: one model gets the kernels, and no other.
@@ -28,42 +28,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from longctx.model.allow_list import head_size, num_heads
+from longctx.model.allow_list import GEGLU, MODEL_TYPES, NORMS, ROPE, SWIGLU, head_size, num_heads
 from longctx.upstream.transformers_internals import replace_forward, with_names
 
 Function = Callable[..., Any]
-
-NORMS, ROPE, SWIGLU, GEGLU = "rms_norm", "rope", "swiglu", "geglu"
-"""Parts of a model, by Liger's names."""
 
 _WORDS = {NORMS: "RMSNorm", SWIGLU: "SwiGLU", GEGLU: "GeGLU", ROPE: "rotary embeddings"}
 _LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 _ACTIVATIONS = {SWIGLU: ("silu", "swish"), GEGLU: ("gelu_pytorch_tanh",)}
 """The only functions that Liger's layers compute, whatever a configuration says."""
 
-LIGER_MODELS: Mapping[str, tuple[str, ...]] = {
-    "exaone4": (NORMS, SWIGLU, ROPE),
-    "gemma": (NORMS, GEGLU, ROPE),
-    "gemma3_text": (NORMS, GEGLU, ROPE),
-    "glm4": (NORMS, SWIGLU),
-    "gpt_oss": (NORMS, ROPE),
-    "granite": (NORMS, SWIGLU, ROPE),
-    "hunyuan_v1_dense": (NORMS, SWIGLU, ROPE),
-    "hunyuan_v1_moe": (NORMS, ROPE),
-    "llama": (NORMS, SWIGLU, ROPE),
-    "mistral": (NORMS, SWIGLU, ROPE),
-    "mixtral": (NORMS, ROPE),
-    "olmo2": (NORMS, SWIGLU, ROPE),
-    "olmo3": (NORMS, SWIGLU, ROPE),
-    "phi3": (NORMS, SWIGLU, ROPE),
-    "qwen2": (NORMS, SWIGLU, ROPE),
-    "qwen3": (NORMS, SWIGLU, ROPE),
-    "qwen3_5_text": (NORMS, SWIGLU),
-    "qwen3_moe": (NORMS, ROPE),
-    "qwen3_next": (NORMS,),
-    "smollm3": (NORMS, SWIGLU, ROPE),
-}
-"""The parts of each model type that Liger has a kernel for and that are compared with transformers' own."""
+LIGER_MODELS = {name: known.liger for name, known in MODEL_TYPES.items() if known.liger}
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Largest relative error of a kernel's outputs and gradients. In fp32 what users are promised. In bf16 a number is
