@@ -15,7 +15,7 @@ from torch import Tensor
 from longctx.attention.operator import varlen_attention
 from longctx.packing import pack
 from longctx.ring import plan_ring, ring_attention
-from longctx.ulysses import ulysses_attention
+from longctx.ulysses.attention import ulysses_attention
 
 from ..packing import histogram
 from ..plan import arrange_document_zigzag

@@ -54,7 +54,6 @@ HYBRID = Backend(
     has_stages=True,
     schedule=ring_schedule_of,
     has_branches=True,
-    accelerate_degree=None,
     color="#CC79A7",
     marker="^",
 )

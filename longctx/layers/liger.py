@@ -18,6 +18,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from longctx.attention.kernels.check import why_not_exact
 from longctx.model.allow_list import GEGLU, MODEL_TYPES, NORMS, ROPE, SWIGLU, head_size, num_heads
 from longctx.upstream.transformers_internals import replace_forward, with_names
 
@@ -213,27 +215,17 @@ def check_liger(config: PretrainedConfig, parts: tuple[str, ...], device: torch.
     Raises:
         ValueError: for a kernel that fails or that is off by more than BOUNDS.
     """
-    word = "bf16" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch.")
-    for name, kernel, reference, shapes in _cases(config, parts):
+
+    def errors(kernel: Function, reference: Function, shapes: Sequence) -> Iterator[tuple[float, float]]:
         generator = torch.Generator().manual_seed(0)
         inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
         exact = _with_gradients(reference, [x.double() for x in inputs])  # first: a kernel may overwrite its inputs
-        try:
-            found = _with_gradients(kernel, [x.to(device) for x in inputs])
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as failure:  # whatever a compiler or driver raises
-            reason = str(failure).strip().partition("\n")[0]
-            raise ValueError(
-                f"--use_liger_kernel True: Liger's kernel of {name} fails on this machine in {word}: "
-                f"{type(failure).__name__}: {reason}. Leave it out."
-            ) from failure
-        error = max(float((x - y).norm() / y.norm()) for x, y in zip(found, exact, strict=True))
-        if not error <= BOUNDS[dtype]:  # NaN is wrong too
-            raise ValueError(
-                f"--use_liger_kernel True: Liger's kernel of {name} is off by {error:.1e} on this machine in "
-                f"{word}, and {BOUNDS[dtype]:.0e} is allowed. Leave it out."
-            )
+        found = _with_gradients(kernel, [x.to(device) for x in inputs])
+        return ((float((x - y).norm() / y.norm()), BOUNDS[dtype]) for x, y in zip(found, exact, strict=True))
+
+    for name, *case in _cases(config, parts):
+        if wrong := why_not_exact(dtype, partial(errors, *case)):
+            raise ValueError(f"--use_liger_kernel True: Liger's kernel of {name} {wrong}. Leave it out.")
 
 
 _TOKENS = 5

@@ -13,7 +13,7 @@ from longctx.ring.cost import gather_passes, ring_passes
 from longctx.sequence.batch import Attend, AttentionKind
 from longctx.sequence.layout import Layout
 from longctx.sequence.mesh import SequenceGroups
-from longctx.ulysses import exchanged_attention
+from longctx.ulysses.attention import exchanged_attention
 
 
 def ring_schedule_of(
@@ -104,7 +104,6 @@ RING = Backend(
     has_stages=True,
     schedule=ring_schedule_of,
     has_branches=True,
-    accelerate_degree="cp",
     color="#E69F00",
     marker="s",
 )
@@ -122,7 +121,6 @@ GATHER = Backend(
     has_stages=False,
     schedule=gather_schedule_of,
     has_branches=True,
-    accelerate_degree=None,
     color="#56B4E9",
     marker="v",
 )

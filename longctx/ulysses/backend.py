@@ -56,7 +56,6 @@ ULYSSES = Backend(
     has_stages=True,
     schedule=_schedule_of,
     has_branches=True,
-    accelerate_degree="sp",
     color="#009E73",
     marker="D",
 )
@@ -74,7 +73,6 @@ LOCAL = Backend(
     has_stages=True,
     schedule=_schedule_of,
     has_branches=True,
-    accelerate_degree=None,
     color="#000000",
     marker="o",
 )

@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
@@ -93,8 +93,31 @@ def disagreement(
                 if not error <= BOUNDS[dtype]:  # NaN is wrong too
                     return f"{name} is off by {error:.1e} on {kind}, allowed is {BOUNDS[dtype]:.1e}"
         except Exception as error:  # whatever a foreign library raises, the next kernel is tried
-            return f"it fails on {kind}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            return f"it fails on {kind}: {_first_line(error)}"
     return None
+
+
+def why_not_exact(dtype: torch.dtype, errors: Callable[[], Iterable[tuple[float, float]]]) -> str | None:
+    """Return how a kernel outside attention is wrong or fails on this machine; None if it is exact.
+
+    Args:
+        dtype: of its inputs.
+        errors: computes relative errors of its results, each with its bound.
+    """
+    word = "bf16" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch.")
+    try:
+        for error, bound in errors():
+            if not error <= bound:  # NaN is wrong too
+                return f"is off by {error:.1e} on this machine in {word}, and {bound:.0e} is allowed"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as failure:  # whatever a compiler or driver raises
+        return f"fails on this machine in {word}: {_first_line(failure)}"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def make_entries(sizes: Sizes, causal: bool, window: int | None = None, softcap: float | None = None) -> Entries:
