@@ -72,6 +72,7 @@ TOY = replace(
     keeps_output=False,
     has_stages=False,
     has_branches=False,
+    accelerate_degree=None,
     color="#F0E442",
     marker="*",
 )

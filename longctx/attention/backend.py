@@ -84,6 +84,8 @@ class Backend:
     None if the backend does not support this step."""
     has_branches: bool
     """Whether it computes documents with branches, see `longctx.sequence.layout`."""
+    accelerate_degree: str | None
+    """The degree of accelerate's ParallelismConfig that selects it, `cp` or `sp`; None if neither does."""
     color: str
     """Color in pictures, as `#RRGGBB`."""
     marker: str
@@ -127,6 +129,10 @@ class Registry(dict[str, Backend]):
 
     def __missing__(self, name: str) -> Backend:
         raise ValueError(f"The attention backend {name!r} is unknown. Use one of {', '.join(self)}.")
+
+    def of_degree(self, accelerate_degree: str) -> str:
+        """Return the name of the backend that a degree of accelerate's ParallelismConfig, `cp` or `sp`, selects."""
+        return next(name for name, backend in self.items() if backend.accelerate_degree == accelerate_degree)
 
     @property
     def spread(self) -> dict[str, Backend]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
+from longctx.attention.backend import Backend
 from longctx.attention.cost import Arrangement, Setup
-from longctx.ring.backend import RING
+from longctx.ring.backend import RING, ring_attention_of, ring_held, ring_schedule_of
+from longctx.ring.cost import ring_passes
 from longctx.ulysses.backend import ULYSSES
 from longctx.ulysses.exchange import heads_message
 
@@ -40,6 +41,20 @@ def _split(setup: Setup, ring_size: int | None) -> Arrangement:
     return arrangement
 
 
-HYBRID = replace(
-    RING, name="hybrid", arrangements=_splits, arrange=_split, has_ring_size=True, color="#CC79A7", marker="^"
+HYBRID = Backend(
+    name="hybrid",
+    attention=ring_attention_of,
+    arrangements=_splits,
+    arrange=_split,
+    has_ring_size=True,
+    passes=ring_passes,
+    held=ring_held,
+    engine="fsdp2",
+    keeps_output=True,
+    has_stages=True,
+    schedule=ring_schedule_of,
+    has_branches=True,
+    accelerate_degree=None,
+    color="#CC79A7",
+    marker="^",
 )

@@ -104,6 +104,7 @@ RING = Backend(
     has_stages=True,
     schedule=ring_schedule_of,
     has_branches=True,
+    accelerate_degree="cp",
     color="#E69F00",
     marker="s",
 )
@@ -121,6 +122,7 @@ GATHER = Backend(
     has_stages=False,
     schedule=gather_schedule_of,
     has_branches=True,
+    accelerate_degree=None,
     color="#56B4E9",
     marker="v",
 )

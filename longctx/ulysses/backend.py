@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from longctx.attention.backend import Backend, KeyValues
@@ -57,10 +56,25 @@ ULYSSES = Backend(
     has_stages=True,
     schedule=_schedule_of,
     has_branches=True,
+    accelerate_degree="sp",
     color="#009E73",
     marker="D",
 )
 
-LOCAL = replace(
-    ULYSSES, name="local", arrangements=_nowhere, arrange=_alone, engine="fsdp2", color="#000000", marker="o"
+LOCAL = Backend(
+    name="local",
+    attention=partial(exchanged_attention, _schedule_of),
+    arrangements=_nowhere,
+    arrange=_alone,
+    has_ring_size=False,
+    passes=ring_passes,
+    held=_nothing_held,
+    engine="fsdp2",
+    keeps_output=False,
+    has_stages=True,
+    schedule=_schedule_of,
+    has_branches=True,
+    accelerate_degree=None,
+    color="#000000",
+    marker="o",
 )

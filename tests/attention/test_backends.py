@@ -17,6 +17,7 @@ from longctx.attention.choice import assumed_documents, choose_backend
 from longctx.attention.cost import Arrangement, Setup
 from longctx.forecast import memory
 from longctx.machine.here import Machine
+from longctx.settings.launcher import BACKEND_OF
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import spreads
 from tests.reference import train_reference
@@ -88,6 +89,11 @@ def places_of_records() -> list[Path]:
     names = [n.module for n in ast.walk(ast.parse(registry.read_text())) if isinstance(n, ast.ImportFrom) and n.module]
     files = [PACKAGE.parent / f"{name.replace('.', '/')}.py" for name in names if name != "longctx.attention.backend"]
     return [file if file.parent == registry.parent else file.parent for file in files if file.is_relative_to(PACKAGE)]
+
+
+def test_the_backends_of_a_profiles_degrees_are_those_of_the_records() -> None:
+    """The launcher's profile is read before torch, so that it cannot ask the records."""
+    assert {degree: BACKENDS.of_degree(degree) for degree in BACKEND_OF} == BACKEND_OF
 
 
 def test_backends_are_told_apart_by_their_records_alone() -> None:
