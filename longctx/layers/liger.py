@@ -17,11 +17,10 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -160,37 +159,28 @@ def install_liger(model: PreTrainedModel, parts: tuple[str, ...]) -> None:
     """
     model_type = model.config.get_text_config().model_type
     modeling = sys.modules[type(model).__module__]
-    with _undone(modeling) as replaced:
-        try:
-            from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    before = dict(vars(modeling))
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-            apply = MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]
-            switches = [name for name in inspect.signature(apply).parameters if name != "model"]
-            apply(model=model, **{name: name in parts for name in switches})
-        except (AttributeError, ImportError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"--use_liger_kernel True: liger-kernel {version('liger-kernel')} does not fit a {model_type} model of "
-                f"transformers {version('transformers')}: {type(error).__name__}: {error}. Leave it out, or install "
-                "another release of liger-kernel."
-            ) from error
+        apply = MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]
+        switches = [name for name in inspect.signature(apply).parameters if name != "model"]
+        apply(model=model, **{name: name in parts for name in switches})
+        rope = getattr(modeling, "apply_rotary_pos_emb", None)
+    except (AttributeError, ImportError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--use_liger_kernel True: liger-kernel {version('liger-kernel')} does not fit a {model_type} model of "
+            f"transformers {version('transformers')}: {type(error).__name__}: {error}. Leave it out, or install "
+            "another release of liger-kernel."
+        ) from error
+    finally:
+        vars(modeling).update(before)
     if ROPE in parts:
         for module in model.modules():
-            _replace_rope(module, replaced.get("apply_rotary_pos_emb") or modeling.apply_rotary_pos_emb)
+            _replace_rope(module, rope)
 
 
-@contextmanager
-def _undone(modeling: ModuleType) -> Iterator[dict[str, Any]]:
-    """Put a module's names back at the end; yields what replaced them by then."""
-    before = dict(vars(modeling))
-    replaced: dict[str, Any] = {}
-    try:
-        yield replaced
-    finally:
-        replaced |= {name: value for name, value in vars(modeling).items() if value is not before.get(name)}
-        vars(modeling).update({name: before[name] for name in replaced if name in before})
-
-
-def _replace_rope(module: nn.Module, rope: Function) -> None:
+def _replace_rope(module: nn.Module, rope: Any) -> None:
     """Have an attention module call Liger's function where its code calls transformers'."""
     forward = inspect.unwrap(type(module).forward)  # transformers renames deprecated keywords around it
     if not isinstance(forward, FunctionType) or "apply_rotary_pos_emb" not in forward.__code__.co_names:
@@ -223,8 +213,8 @@ def check_liger(config: PretrainedConfig, parts: tuple[str, ...], device: torch.
         found = _with_gradients(kernel, [x.to(device) for x in inputs])
         return ((float((x - y).norm() / y.norm()), BOUNDS[dtype]) for x, y in zip(found, exact, strict=True))
 
-    for name, *case in _cases(config, parts):
-        if wrong := why_not_exact(dtype, partial(errors, *case)):
+    for name, kernel, reference, shapes in _cases(config, parts):
+        if wrong := why_not_exact(dtype, partial(errors, kernel, reference, shapes)):
             raise ValueError(f"--use_liger_kernel True: Liger's kernel of {name} {wrong}. Leave it out.")
 
 
