@@ -293,18 +293,15 @@ def _reasons(config: PretrainedConfig, text: PretrainedConfig) -> Iterator[str]:
     yield from _dropouts(text)
     yield from _rope(text)
     if text.model_type not in CAUSAL_MODELS or not _is_stock(config):
+        code = "" if _is_stock(config) else f"Its config {type(config).__name__} is code of the model's own. "
         yield (
             f"Its layers are not known to be exact when a sequence is cut. "
-            f"{_kind_of_code(config)}Use one of the types compared with one device: {', '.join(CAUSAL_MODELS)}."
+            f"{code}Use one of the types compared with one device: {', '.join(CAUSAL_MODELS)}."
         )
 
 
 def _is_stock(config: PretrainedConfig) -> bool:
     return type(config).__module__.startswith("transformers.models.")
-
-
-def _kind_of_code(config: PretrainedConfig) -> str:
-    return "" if _is_stock(config) else f"Its config {type(config).__name__} is code of the model's own. "
 
 
 def _heads(config: PretrainedConfig) -> Iterator[str]:

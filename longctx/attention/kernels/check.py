@@ -27,6 +27,7 @@ from torch import Tensor
 from longctx.attention.kernels import flash_attn
 from longctx.attention.kernels.blockwise import DenseKernel
 from longctx.attention.kernels.entries import Entries, Kernel
+from longctx.sequence.host_tensors import saved_in_place
 from longctx.untrusted.working_directory import without_working_directory
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -181,17 +182,13 @@ def _errors(
     for x in (q, k, v):
         x.requires_grad_()
     # A checkpointed layer, in whose forward pass a kernel may be chosen, would be recomputed for what is saved here.
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
+    with torch.enable_grad(), saved_in_place():
         out = operator(q, k, v, scale)
     results = out.detach(), *torch.autograd.grad(out, (q, k, v), place(grad_out))
     exact = dense.backward(grad_out.double(), exact_q, exact_k, exact_v, exact_out, exact_lse, entries, scale)
     wanted_results, places = (exact_out, *exact), (queries, queries, keys, keys)
     for name, actual, wanted, at in zip(("out", "dq", "dk", "dv"), results, wanted_results, places, strict=True):
         yield f"{name} of its operator", _relative_error(actual, wanted, at)
-
-
-def _unchanged(x: Tensor) -> Tensor:
-    return x
 
 
 def _relative_error(actual: Tensor, exact: Tensor, entries: tuple[slice, ...]) -> float:
