@@ -23,7 +23,7 @@ from longctx.attention.interface import install
 from longctx.attention.modelled import plan_time
 from longctx.data import IGNORE_INDEX
 from longctx.layers.checkpoints import LayerCheckpoints, install_checkpoints
-from longctx.layers.chunked import install_chunked
+from longctx.layers.chunked.layer import install_chunked
 from longctx.layers.loss import TokenOutputs, fuse_head, step_loss, token_losses
 from longctx.layers.routers import Routers, install_routers
 from longctx.layers.tiled_mlp import install_tiled_mlp
@@ -44,7 +44,7 @@ from longctx.sequence.host_tensors import send
 from longctx.sequence.layout import Layout, padding_documents
 from longctx.sequence.mesh import ParallelDims, SequenceGroups, select_device, sequence_groups
 from longctx.sequence.shard import Shard, cut, shard_tokens, unshard_tokens
-from longctx.ulysses import ulysses_remedy
+from longctx.ulysses.exchange import ulysses_remedy
 from longctx.ulysses.stages import check_stride
 
 

@@ -16,8 +16,7 @@ from longctx.machine.here import Machine
 from longctx.model.allow_list import (
     AUXILIARY_LOSS_MODELS,
     CAUSAL_MODELS,
-    CHUNK_MODELS,
-    GATED_DELTA_MODELS,
+    MODEL_TYPES,
     RECURRENT_MODELS,
     WINDOW_MODELS,
 )
@@ -322,7 +321,7 @@ def make_consistent(case: Case) -> Case:
         change["order"] = "whole"
     if case.model in ALWAYS_WINDOWED and not case.window:
         change["window"] = 8
-    if case.model in GATED_DELTA_MODELS and case.heads not in ("4:2", "4:4", "8:2"):
+    if MODEL_TYPES[case.model].recurrence == "gated delta" and case.heads not in ("4:2", "4:4", "8:2"):
         change["heads"] = "4:2"
     if case.model == "olmo_hybrid" and case.layers == 1:
         change["layers"] = 2  # one of each kind
@@ -370,7 +369,9 @@ def _of_pairs(case: Case) -> dict[str, Any]:
         change["reading"] = "mixture" if "mixture" in case.reading else "whole"
     if case.packing == "bfd_split":
         change["packing"] = "bfd"
-    hinders = case.window or case.model in (*RECURRENT_MODELS, *CHUNK_MODELS) or case.sequence_chunk_size
+    hinders = (
+        case.window or case.model in RECURRENT_MODELS or MODEL_TYPES[case.model].chunks or case.sequence_chunk_size
+    )
     if change["overlong"] != "raise" and (hinders or case.memory == "longest"):
         change["share_prompts"] = False  # where prompts may count twice, it is not known here which pairs are too long
     if case.smoothing >= 0.5:

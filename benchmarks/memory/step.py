@@ -112,6 +112,7 @@ def trace_training_step(
         model.train()
         batch = row_of(settings.documents)
         shard = sequence.shard(batch)
+        shard.context.before_first_pass = None  # which asks the other ranks
         other_loss = None if loss_of is None else loss_of(sequence, batch)
         prepare = fsdp2(settings) if settings.engine == "fsdp2" else _as_is
 

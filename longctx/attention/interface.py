@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from longctx.attention.temperature import has_temperature, install_temperature, with_temperature
@@ -113,8 +112,7 @@ def _check_call(decoder: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -
             f"the model was called with {given[0]} beside a batch that was cut, which would be ignored. Leave it out: "
             "sequence.shard(batch).inputs has all that the model needs."
         )
-    is_traced = isinstance(kwargs.get("position_ids"), FakeTensor)  # without other ranks
-    if sequence.before_first_pass is not None and not is_traced:
+    if sequence.before_first_pass is not None:
         sequence.before_first_pass()
         sequence.before_first_pass = None
     sequence.calls_before = sequence.calls

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longctx.attention.operator import selective_checkpoint_contexts
+from longctx.sequence.host_tensors import saved_in_place
 from longctx.upstream.transformers_internals import checkpointing_of, set_checkpointing_of, wrap_checkpointing_setter
 
 
@@ -115,9 +115,5 @@ def _call(forward: Callable[..., Any], *args: Any) -> Any:
 
 def _on_device(run: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
     """Run a layer so that what it saves stays on the device, whatever hooks around the model do."""
-    with saved_tensors_hooks(_as_is, _as_is):
+    with saved_in_place():
         return run(forward, *args)
-
-
-def _as_is(tensor: Tensor) -> Tensor:
-    return tensor

@@ -2,7 +2,7 @@
 
 Liger's loss stays out: the loss here is fused already, counts the label tokens of all ranks, and gives the token
 outputs that metrics come from. Experts stay as transformers has them, too; the norms and rotary embeddings around them
-are Liger's. Each model type of LIGER_MODELS is compared with transformers' own layers by tests/layers/test_liger.py.
+are Liger's. Each model type of `LIGER_MODELS` is compared with transformers' own layers by tests/layers/test_liger.py.
 
 Liger also replaces classes and functions in transformers' modules, for every model that the process makes later, such
 as the one that a result is compared with. That is undone here: one model gets the kernels, and no other.
@@ -17,10 +17,10 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -28,42 +28,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from longctx.model.allow_list import head_size, num_heads
+from longctx.attention.kernels.check import why_not_exact
+from longctx.model.allow_list import GEGLU, MODEL_TYPES, NORMS, ROPE, SWIGLU, head_size, num_heads
 from longctx.upstream.transformers_internals import replace_forward, with_names
 
 Function = Callable[..., Any]
-
-NORMS, ROPE, SWIGLU, GEGLU = "rms_norm", "rope", "swiglu", "geglu"
-"""Parts of a model, by Liger's names."""
 
 _WORDS = {NORMS: "RMSNorm", SWIGLU: "SwiGLU", GEGLU: "GeGLU", ROPE: "rotary embeddings"}
 _LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 _ACTIVATIONS = {SWIGLU: ("silu", "swish"), GEGLU: ("gelu_pytorch_tanh",)}
 """The only functions that Liger's layers compute, whatever a configuration says."""
 
-LIGER_MODELS: Mapping[str, tuple[str, ...]] = {
-    "exaone4": (NORMS, SWIGLU, ROPE),
-    "gemma": (NORMS, GEGLU, ROPE),
-    "gemma3_text": (NORMS, GEGLU, ROPE),
-    "glm4": (NORMS, SWIGLU),
-    "gpt_oss": (NORMS, ROPE),
-    "granite": (NORMS, SWIGLU, ROPE),
-    "hunyuan_v1_dense": (NORMS, SWIGLU, ROPE),
-    "hunyuan_v1_moe": (NORMS, ROPE),
-    "llama": (NORMS, SWIGLU, ROPE),
-    "mistral": (NORMS, SWIGLU, ROPE),
-    "mixtral": (NORMS, ROPE),
-    "olmo2": (NORMS, SWIGLU, ROPE),
-    "olmo3": (NORMS, SWIGLU, ROPE),
-    "phi3": (NORMS, SWIGLU, ROPE),
-    "qwen2": (NORMS, SWIGLU, ROPE),
-    "qwen3": (NORMS, SWIGLU, ROPE),
-    "qwen3_5_text": (NORMS, SWIGLU),
-    "qwen3_moe": (NORMS, ROPE),
-    "qwen3_next": (NORMS,),
-    "smollm3": (NORMS, SWIGLU, ROPE),
-}
-"""The parts of each model type that Liger has a kernel for and that are compared with transformers' own."""
+LIGER_MODELS = {name: known.liger for name, known in MODEL_TYPES.items() if known.liger}
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Largest relative error of a kernel's outputs and gradients. In fp32 what users are promised. In bf16 a number is
@@ -183,37 +159,28 @@ def install_liger(model: PreTrainedModel, parts: tuple[str, ...]) -> None:
     """
     model_type = model.config.get_text_config().model_type
     modeling = sys.modules[type(model).__module__]
-    with _undone(modeling) as replaced:
-        try:
-            from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    before = dict(vars(modeling))
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-            apply = MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]
-            switches = [name for name in inspect.signature(apply).parameters if name != "model"]
-            apply(model=model, **{name: name in parts for name in switches})
-        except (AttributeError, ImportError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"--use_liger_kernel True: liger-kernel {version('liger-kernel')} does not fit a {model_type} model of "
-                f"transformers {version('transformers')}: {type(error).__name__}: {error}. Leave it out, or install "
-                "another release of liger-kernel."
-            ) from error
+        apply = MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]
+        switches = [name for name in inspect.signature(apply).parameters if name != "model"]
+        apply(model=model, **{name: name in parts for name in switches})
+        rope = getattr(modeling, "apply_rotary_pos_emb", None)
+    except (AttributeError, ImportError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--use_liger_kernel True: liger-kernel {version('liger-kernel')} does not fit a {model_type} model of "
+            f"transformers {version('transformers')}: {type(error).__name__}: {error}. Leave it out, or install "
+            "another release of liger-kernel."
+        ) from error
+    finally:
+        vars(modeling).update(before)
     if ROPE in parts:
         for module in model.modules():
-            _replace_rope(module, replaced.get("apply_rotary_pos_emb") or modeling.apply_rotary_pos_emb)
+            _replace_rope(module, rope)
 
 
-@contextmanager
-def _undone(modeling: ModuleType) -> Iterator[dict[str, Any]]:
-    """Put a module's names back at the end; yields what replaced them by then."""
-    before = dict(vars(modeling))
-    replaced: dict[str, Any] = {}
-    try:
-        yield replaced
-    finally:
-        replaced |= {name: value for name, value in vars(modeling).items() if value is not before.get(name)}
-        vars(modeling).update({name: before[name] for name in replaced if name in before})
-
-
-def _replace_rope(module: nn.Module, rope: Function) -> None:
+def _replace_rope(module: nn.Module, rope: Any) -> None:
     """Have an attention module call Liger's function where its code calls transformers'."""
     forward = inspect.unwrap(type(module).forward)  # transformers renames deprecated keywords around it
     if not isinstance(forward, FunctionType) or "apply_rotary_pos_emb" not in forward.__code__.co_names:
@@ -238,27 +205,17 @@ def check_liger(config: PretrainedConfig, parts: tuple[str, ...], device: torch.
     Raises:
         ValueError: for a kernel that fails or that is off by more than BOUNDS.
     """
-    word = "bf16" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch.")
-    for name, kernel, reference, shapes in _cases(config, parts):
+
+    def errors(kernel: Function, reference: Function, shapes: Sequence) -> Iterator[tuple[float, float]]:
         generator = torch.Generator().manual_seed(0)
         inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
         exact = _with_gradients(reference, [x.double() for x in inputs])  # first: a kernel may overwrite its inputs
-        try:
-            found = _with_gradients(kernel, [x.to(device) for x in inputs])
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as failure:  # whatever a compiler or driver raises
-            reason = str(failure).strip().partition("\n")[0]
-            raise ValueError(
-                f"--use_liger_kernel True: Liger's kernel of {name} fails on this machine in {word}: "
-                f"{type(failure).__name__}: {reason}. Leave it out."
-            ) from failure
-        error = max(float((x - y).norm() / y.norm()) for x, y in zip(found, exact, strict=True))
-        if not error <= BOUNDS[dtype]:  # NaN is wrong too
-            raise ValueError(
-                f"--use_liger_kernel True: Liger's kernel of {name} is off by {error:.1e} on this machine in "
-                f"{word}, and {BOUNDS[dtype]:.0e} is allowed. Leave it out."
-            )
+        found = _with_gradients(kernel, [x.to(device) for x in inputs])
+        return ((float((x - y).norm() / y.norm()), BOUNDS[dtype]) for x, y in zip(found, exact, strict=True))
+
+    for name, kernel, reference, shapes in _cases(config, parts):
+        if wrong := why_not_exact(dtype, partial(errors, kernel, reference, shapes)):
+            raise ValueError(f"--use_liger_kernel True: Liger's kernel of {name} {wrong}. Leave it out.")
 
 
 _TOKENS = 5

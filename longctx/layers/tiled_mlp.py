@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -31,6 +30,7 @@ from longctx.layers.chunked.tiles import (
     trained,
 )
 from longctx.layers.routers import keep_pass
+from longctx.sequence.host_tensors import saved_in_place
 from longctx.upstream.deepspeed_internals import gather_once
 from longctx.upstream.transformers_internals import replace_forward
 
@@ -150,7 +150,7 @@ class _Tiles(torch.autograd.Function):
         dx = torch.empty_like(x)
         for at in chunks_of(x.shape[1], ctx.size):
             tile = x[:, at].detach().requires_grad_()
-            with ctx.autocast.with_grad(), saved_tensors_hooks(_as_is, _as_is):  # no offloading of what one tile saves
+            with ctx.autocast.with_grad(), saved_in_place():  # no offloading of what one tile saves
                 out = ctx.run(tile)
             pairs = [
                 (part, _tokens(grad, at, x.shape[1]))
@@ -163,10 +163,6 @@ class _Tiles(torch.autograd.Function):
             sums.add(of_parameters)
             del pairs, outputs, of_tile, of_parameters
         return None, None, None, None, dx, *sums.result()
-
-
-def _as_is(x: Tensor) -> Tensor:
-    return x
 
 
 def _whole(part: Tensor, tile_tokens: int, num_tokens: int) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from transformers import PretrainedConfig
@@ -11,176 +12,129 @@ from transformers import PretrainedConfig
 from longctx.attention.kernels import Kernel, choose_kernel
 from longctx.model.recurrent import CHANNEL_KINDS, RECURRENT_KINDS
 
-EXPERT_MODELS = (
-    "afmoe",
-    "cohere2_moe",
-    "dots1",
-    "exaone_moe",
-    "flex_olmo",
-    "granitemoe_swa",
-    "granitemoeshared",
-    "hy_v3",
-    "mellum",
-    "minimax_m2",
-    "sarvam_moe",
-    "solar_open",
-)
-"""Mixtures of experts among CAUSAL_MODELS, besides the older ones that stand there by name."""
+NORMS, ROPE, SWIGLU, GEGLU = "rms_norm", "rope", "swiglu", "geglu"
+"""Parts of a model, by Liger's names."""
 
-DECODER_MODELS = (
-    "apertus1p5_text",
-    "aria_text",
-    "bitnet",
-    "exaone",
-    "flint",
-    "gemma2",
-    "gemma4_text",
-    "gemma4_unified_text",
-    "granite_swa",
-    "hyperclovax",
-    "internlm3",
-    "iquestcoder",
-    "jais2",
-    "kimi_linear",
-    "kolibri1",
-    "lfm3",
-    "llama4_text",
-    "mimo_v2_flash",
-    "ministral",
-    "ministral3",
-    "nanochat",
-    "persimmon",
-    "vaultgemma",
-    "youtu",
-)
-"""Those of CAUSAL_MODELS whose families stand in tests/model/more_families.py."""
 
-CAUSAL_MODELS = (
-    *EXPERT_MODELS,
-    *DECODER_MODELS,
-    "apertus",
-    "arcee",
-    "axk1",
-    "bamba",
-    "cohere",
-    "cohere2",
-    "cwm",
-    "ernie4_5",
-    "ernie4_5_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "exaone4",
-    "falcon_h1",
-    "gemma",
-    "gemma3_text",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "gpt_neox",
-    "gpt_oss",
-    "granite",
-    "granitemoe",
-    "granitemoehybrid",
-    "helium",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "lfm2",
-    "lfm2_moe",
-    "llama",
-    "minicpm3",
-    "mistral",
-    "mixtral",
-    "nemotron_h",
-    "olmo",
-    "olmo2",
-    "olmo3",
-    "olmo_hybrid",
-    "olmoe",
-    "phi",
-    "phi3",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_moe",
-    "qwen3_next",
-    "sarvam_mla",
-    "seed_oss",
-    "smollm3",
-    "starcoder2",
-)
-"""model_type of every decoder that tests/model/test_models.py compares with stock transformers, each document alone."""
+@dataclass(frozen=True, kw_only=True)
+class ModelType:
+    """What of a decoder is compared with stock transformers, besides its layers with each document alone."""
 
-WINDOW_MODELS = (
-    "afmoe",
-    "cohere2_moe",
-    "dots1",
-    "exaone_moe",
-    "granitemoe_swa",
-    "mellum",
-    "flint",
-    "kolibri1",
-    "ministral",
-    "cohere2",
-    "cwm",
-    "exaone4",
-    "gemma2",
-    "gemma3_text",
-    "gemma4_text",
-    "gemma4_unified_text",
-    "gpt_oss",
-    "granite_swa",
-    "lfm3",
-    "mimo_v2_flash",
-    "mistral",
-    "olmo3",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "smollm3",
-    "starcoder2",
-    "vaultgemma",
-)
-"""Those of them that are compared with sliding windows too, in all layers or in some."""
+    windows: bool = False
+    """Sliding windows, in all layers or in some."""
+    softcap: bool = False
+    """Soft-capped attention scores; other types ignore the setting, or need a mask."""
+    chunks: bool = False
+    """Chunked attention."""
+    recurrence: Literal["gated delta", "kimi delta", "mamba2", "convolution"] | None = None
+    """What its recurrent layers compute, which longctx.recurrent spreads over ranks."""
+    router_loss: bool = False
+    """The routers' auxiliary loss, in tests/layers/test_routers.py."""
+    liger: tuple[str, ...] = ()
+    """The parts that Liger has a kernel for, compared with transformers' own layers in tests/layers/test_liger.py."""
+    since: str | None = None
+    """The release of transformers that added it; None if the oldest supported release has it."""
 
-SOFTCAP_MODELS = ("gemma2", "vaultgemma")
-"""Those of them that are compared with soft-capped attention scores; others ignore the setting, or need a mask."""
 
-CHUNK_MODELS = ("llama4_text",)
-"""Those of them that are compared with chunked attention."""
+MODEL_TYPES = {
+    "afmoe": ModelType(windows=True),
+    "apertus": ModelType(),
+    "apertus1p5_text": ModelType(since="5.24"),
+    "arcee": ModelType(),
+    "aria_text": ModelType(),
+    "axk1": ModelType(),
+    "bamba": ModelType(recurrence="mamba2"),
+    "bitnet": ModelType(),
+    "cohere": ModelType(),
+    "cohere2": ModelType(windows=True),
+    "cohere2_moe": ModelType(windows=True),
+    "cwm": ModelType(windows=True),
+    "deepseek_v2": ModelType(),
+    "deepseek_v3": ModelType(),
+    "dots1": ModelType(windows=True),
+    "ernie4_5": ModelType(),
+    "ernie4_5_moe": ModelType(router_loss=True),
+    "exaone": ModelType(since="5.24"),
+    "exaone4": ModelType(windows=True, liger=(NORMS, SWIGLU, ROPE)),
+    "exaone_moe": ModelType(windows=True),
+    "falcon_h1": ModelType(recurrence="mamba2"),
+    "flex_olmo": ModelType(router_loss=True),
+    "flint": ModelType(windows=True, router_loss=True, since="5.21"),
+    "gemma": ModelType(liger=(NORMS, GEGLU, ROPE)),
+    "gemma2": ModelType(windows=True, softcap=True),
+    "gemma3_text": ModelType(windows=True, liger=(NORMS, GEGLU, ROPE)),
+    "gemma4_text": ModelType(windows=True),
+    "gemma4_unified_text": ModelType(windows=True),
+    "glm": ModelType(),
+    "glm4": ModelType(liger=(NORMS, SWIGLU)),
+    "glm4_moe": ModelType(),
+    "glm4_moe_lite": ModelType(),
+    "gpt_neox": ModelType(),
+    "gpt_oss": ModelType(windows=True, router_loss=True, liger=(NORMS, ROPE)),
+    "granite": ModelType(liger=(NORMS, SWIGLU, ROPE)),
+    "granite_swa": ModelType(windows=True),
+    "granitemoe": ModelType(router_loss=True),
+    "granitemoe_swa": ModelType(windows=True, router_loss=True),
+    "granitemoehybrid": ModelType(recurrence="mamba2", router_loss=True),
+    "granitemoeshared": ModelType(router_loss=True),
+    "helium": ModelType(),
+    "hunyuan_v1_dense": ModelType(liger=(NORMS, SWIGLU, ROPE)),
+    "hunyuan_v1_moe": ModelType(liger=(NORMS, ROPE)),
+    "hy_v3": ModelType(),
+    "hyperclovax": ModelType(),
+    "internlm3": ModelType(since="5.23"),
+    "iquestcoder": ModelType(since="5.23"),
+    "jais2": ModelType(),
+    "kimi_linear": ModelType(recurrence="kimi delta"),
+    "kolibri1": ModelType(windows=True, since="5.20"),
+    "lfm2": ModelType(recurrence="convolution"),
+    "lfm2_moe": ModelType(recurrence="convolution"),
+    "lfm3": ModelType(windows=True, recurrence="convolution", since="5.23"),
+    "llama": ModelType(liger=(NORMS, SWIGLU, ROPE)),
+    "llama4_text": ModelType(chunks=True),
+    "mellum": ModelType(windows=True, router_loss=True),
+    "mimo_v2_flash": ModelType(windows=True),
+    "minicpm3": ModelType(),
+    "minimax_m2": ModelType(router_loss=True),
+    "ministral": ModelType(windows=True),
+    "ministral3": ModelType(),
+    "mistral": ModelType(windows=True, liger=(NORMS, SWIGLU, ROPE)),
+    "mixtral": ModelType(router_loss=True, liger=(NORMS, ROPE)),
+    "nanochat": ModelType(),
+    "nemotron_h": ModelType(recurrence="mamba2"),
+    "olmo": ModelType(),
+    "olmo2": ModelType(liger=(NORMS, SWIGLU, ROPE)),
+    "olmo3": ModelType(windows=True, liger=(NORMS, SWIGLU, ROPE)),
+    "olmo_hybrid": ModelType(recurrence="gated delta"),
+    "olmoe": ModelType(router_loss=True),
+    "persimmon": ModelType(),
+    "phi": ModelType(),
+    "phi3": ModelType(windows=True, liger=(NORMS, SWIGLU, ROPE)),
+    "qwen2": ModelType(windows=True, liger=(NORMS, SWIGLU, ROPE)),
+    "qwen2_moe": ModelType(router_loss=True),
+    "qwen3": ModelType(windows=True, liger=(NORMS, SWIGLU, ROPE)),
+    "qwen3_5_moe_text": ModelType(recurrence="gated delta", router_loss=True),
+    "qwen3_5_text": ModelType(recurrence="gated delta", liger=(NORMS, SWIGLU)),
+    "qwen3_moe": ModelType(router_loss=True, liger=(NORMS, ROPE)),
+    "qwen3_next": ModelType(recurrence="gated delta", router_loss=True, liger=(NORMS,)),
+    "sarvam_mla": ModelType(since="5.24"),
+    "sarvam_moe": ModelType(since="5.24"),
+    "seed_oss": ModelType(),
+    "smollm3": ModelType(windows=True, liger=(NORMS, SWIGLU, ROPE)),
+    "solar_open": ModelType(),
+    "starcoder2": ModelType(windows=True),
+    "vaultgemma": ModelType(windows=True, softcap=True),
+    "youtu": ModelType(),
+}
+"""model_type of every decoder that tests/model/test_models.py compares with stock transformers."""
 
-GATED_DELTA_MODELS = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-"""Those of them whose layers of type linear_attention are gated delta rules (longctx.recurrent.gated_delta)."""
-
-AUXILIARY_LOSS_MODELS = (
-    "ernie4_5_moe",
-    "flex_olmo",
-    "flint",
-    "gpt_oss",
-    *("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
-    "mellum",
-    "minimax_m2",
-    "mixtral",
-    "olmoe",
-    "qwen2_moe",
-    "qwen3_5_moe_text",
-    "qwen3_moe",
-    "qwen3_next",
-)
-"""Those of them whose routers have an auxiliary loss in transformers; tests/layers/test_routers.py compares it."""
+CAUSAL_MODELS = tuple(MODEL_TYPES)
+WINDOW_MODELS = tuple(name for name, known in MODEL_TYPES.items() if known.windows)
+RECURRENT_MODELS = tuple(name for name, known in MODEL_TYPES.items() if known.recurrence)
+AUXILIARY_LOSS_MODELS = tuple(name for name, known in MODEL_TYPES.items() if known.router_loss)
 
 EXPERTS_IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 """transformers' own ways to compute experts that tests/layers/test_routers.py compares."""
-
-RECURRENT_MODELS = (
-    *GATED_DELTA_MODELS,
-    "kimi_linear",  # Kimi Delta Attention, in longctx.recurrent.gated_delta as well
-    *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"),  # longctx.recurrent.mamba2
-    *("lfm2", "lfm2_moe", "lfm3"),  # convolutions alone
-)
-"""Those of them that have recurrent layers, which longctx.recurrent spreads over ranks."""
 
 RECURRENT_SETTINGS = ("mamba_d_state", "ssm_state_size", "conv_L_cache")
 """Settings of REFUSED_SETTINGS that RECURRENT_MODELS have."""
@@ -192,9 +146,15 @@ _PLAIN_TEXT = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Decoders below a head and nothing more, which many multimodal types take as their text part."""
 
 MULTIMODAL_MODELS = {
+    **dict.fromkeys(
+        (
+            *("deepseek_vl", "deepseek_vl_hybrid", "got_ocr2", "idefics2", "idefics3", "internvl", "janus"),
+            *("lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "mistral3"),
+            *("ovis2", "qianfan_ocr", "smolvlm", "video_llama_3", "video_llava", "vipllava"),
+        ),
+        _PLAIN_TEXT,
+    ),
     "aria": ("aria_text",),
-    "deepseek_vl": _PLAIN_TEXT,
-    "deepseek_vl_hybrid": _PLAIN_TEXT,
     "exaone4_5": ("exaone4",),
     "gemma3": ("gemma3_text",),
     "gemma4": ("gemma4_text",),
@@ -202,38 +162,25 @@ MULTIMODAL_MODELS = {
     "glm46v": ("glm4v_moe_text", "glm4v_text"),
     "glm4v": ("glm4v_text",),
     "glm4v_moe": ("glm4v_moe_text",),
-    "got_ocr2": _PLAIN_TEXT,
     "hyperclovax_vision_v2": ("hyperclovax",),
-    "idefics2": _PLAIN_TEXT,
-    "idefics3": _PLAIN_TEXT,
-    "internvl": _PLAIN_TEXT,
-    "janus": _PLAIN_TEXT,
     "kimi_k25": ("deepseek_v3",),
     "lfm2_vl": ("lfm2",),
     "lfm3_vl": ("lfm3",),
-    "lighton_ocr": _PLAIN_TEXT,
     "llama4": ("llama4_text",),
-    "llava": _PLAIN_TEXT,
-    "llava_next": _PLAIN_TEXT,
-    "llava_next_video": _PLAIN_TEXT,
-    "llava_onevision": _PLAIN_TEXT,
     "minicpmv4_6": ("qwen3_5_text",),
     "minicpmv4_7": ("qwen3_5_text",),
-    "mistral3": _PLAIN_TEXT,
-    "ovis2": _PLAIN_TEXT,
-    "qianfan_ocr": _PLAIN_TEXT,
     "qwen2_5_vl": ("qwen2_5_vl_text",),
     "qwen2_vl": ("qwen2_vl_text",),
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
     "qwen3_vl": ("qwen3_vl_text",),
     "qwen3_vl_moe": ("qwen3_vl_moe_text",),
-    "smolvlm": _PLAIN_TEXT,
-    "video_llama_3": _PLAIN_TEXT,
-    "video_llava": _PLAIN_TEXT,
-    "vipllava": _PLAIN_TEXT,
 }
 """Multimodal model_type -> the text parts that tests/model/test_multimodal.py compares with the whole, on text."""
+
+ADDED_IN = {name: known.since for name, known in MODEL_TYPES.items() if known.since}
+ADDED_IN |= {"hyperclovax_vision_v2": "5.18", "lfm3_vl": "5.23", "minicpmv4_7": "5.18"}
+"""The release of transformers that added a type, for those that the oldest supported release does not have."""
 
 REFUSED_SETTINGS = {
     "attn_logit_softcapping": "soft-capped attention scores",
@@ -273,6 +220,11 @@ def check_model(config: PretrainedConfig) -> None:
     if reasons := list(_reasons(config, _text_of(config))):
         name = f" of {config.name_or_path}" if config.name_or_path else ""
         raise UnsupportedModelError(f"Model type {config.model_type!r}{name} is refused: " + " ".join(reasons))
+
+
+def _known(config: PretrainedConfig) -> ModelType:
+    """Return what of this model type is compared, nothing of one that is not listed."""
+    return MODEL_TYPES.get(config.model_type, ModelType())
 
 
 def _text_of(config: PretrainedConfig) -> PretrainedConfig:
@@ -333,7 +285,7 @@ def _reasons(config: PretrainedConfig, text: PretrainedConfig) -> Iterator[str]:
     if text is not config:
         yield (
             f"its text part, {text.model_type!r}, has not been compared with the whole model. longctx trains "
-            f"the text parts of {', '.join(MULTIMODAL_MODELS)}."
+            f"the text parts of {', '.join(sorted(MULTIMODAL_MODELS))}."
         )
     yield from _heads(text)
     yield from _layers(text)
@@ -341,18 +293,15 @@ def _reasons(config: PretrainedConfig, text: PretrainedConfig) -> Iterator[str]:
     yield from _dropouts(text)
     yield from _rope(text)
     if text.model_type not in CAUSAL_MODELS or not _is_stock(config):
+        code = "" if _is_stock(config) else f"Its config {type(config).__name__} is code of the model's own. "
         yield (
             f"Its layers are not known to be exact when a sequence is cut. "
-            f"{_kind_of_code(config)}Use one of the types compared with one device: {', '.join(CAUSAL_MODELS)}."
+            f"{code}Use one of the types compared with one device: {', '.join(CAUSAL_MODELS)}."
         )
 
 
 def _is_stock(config: PretrainedConfig) -> bool:
     return type(config).__module__.startswith("transformers.models.")
-
-
-def _kind_of_code(config: PretrainedConfig) -> str:
-    return "" if _is_stock(config) else f"Its config {type(config).__name__} is code of the model's own. "
 
 
 def _heads(config: PretrainedConfig) -> Iterator[str]:
@@ -367,10 +316,11 @@ def _heads(config: PretrainedConfig) -> Iterator[str]:
 
 
 def _layers(config: PretrainedConfig) -> Iterator[str]:
+    known = _known(config)
     exact = (
-        *(RECURRENT_SETTINGS if config.model_type in RECURRENT_MODELS else ()),
-        *(("attn_logit_softcapping",) if config.model_type in SOFTCAP_MODELS else ()),
-        *(("attention_chunk_size",) if config.model_type in CHUNK_MODELS else ()),
+        *(RECURRENT_SETTINGS if known.recurrence else ()),
+        *(("attn_logit_softcapping",) if known.softcap else ()),
+        *(("attention_chunk_size",) if known.chunks else ()),
     )
     for name, kind in REFUSED_SETTINGS.items():
         value = getattr(config, name, None)
@@ -385,9 +335,9 @@ def _windows(config: PretrainedConfig) -> Iterator[str]:
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     supported = {"full_attention", "sliding_attention"}
-    if config.model_type in RECURRENT_MODELS:
+    if _known(config).recurrence:
         supported |= {*RECURRENT_KINDS, *CHANNEL_KINDS}
-    if config.model_type in CHUNK_MODELS and getattr(config, "attention_chunk_size", None):
+    if _known(config).chunks and getattr(config, "attention_chunk_size", None):
         supported |= {"chunked_attention"}
     if others := sorted(set(types or ()) - supported):
         kinds = dict.fromkeys(LAYER_KINDS.get(name, "unknown layers") for name in others)
@@ -397,7 +347,7 @@ def _windows(config: PretrainedConfig) -> Iterator[str]:
         )
     if has_windows(config) and not (isinstance(window, int) and window >= 1):
         yield f"sliding_window is {window!r}; expected at least 1. Correct its config.json, or download it again."
-    if has_windows(config) and config.model_type not in WINDOW_MODELS:
+    if has_windows(config) and not _known(config).windows:
         yield (
             f"sliding_window is {window}; windows are known to be exact for {', '.join(WINDOW_MODELS)}. Choose a model "
             "without a sliding window."

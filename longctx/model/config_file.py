@@ -145,37 +145,30 @@ def check_config_numbers(source: str, values: Mapping[str, Any]) -> None:
         ValueError: With the key, its value and the limits.
     """
     for key, value in _items(values):
-        if isinstance(value, int) and not isinstance(value, bool):
-            _check_number(source, key, value)
-        if isinstance(value, int | float):
-            _check_sign(source, key, value)
+        if isinstance(value, int | float) and (expected := _expected_instead(key, value)):
+            is_long = isinstance(value, int) and abs(value) >= 10**20
+            shown = "a number of more than 20 digits" if is_long else f"{value:,}"
+            raise ValueError(
+                f"{source} sets {key} to {shown}; expected {expected}. Correct it, or download the model again."
+            )
 
 
-def _check_number(source: str, key: str, number: int) -> None:
-    largest = LARGEST_NUMBER
-    if ("layer" in key or "expert" in key) and "size" not in key:
-        largest = MOST_OBJECTS
-    elif key == "num_labels":
-        largest = MOST_LABELS
-    least = 1 if key in _AT_LEAST_ONE else -LARGEST_NUMBER
-    if not least <= number <= largest:
-        shown = f"{number:,}" if abs(number) < 10**20 else "a number of more than 20 digits"
-        raise ValueError(
-            f"{source} sets {key} to {shown}; expected {least:,} to {largest:,}. Correct it, or download the model "
-            f"again."
-        )
-
-
-def _check_sign(source: str, key: str, number: float) -> None:
-    is_right, expected = not math.isnan(number), "a number"
+def _expected_instead(key: str, number: float) -> str | None:
+    """Return what a key's number has to be, or None if it is that."""
+    if isinstance(number, int) and not isinstance(number, bool):
+        largest = LARGEST_NUMBER
+        if ("layer" in key or "expert" in key) and "size" not in key:
+            largest = MOST_OBJECTS
+        elif key == "num_labels":
+            largest = MOST_LABELS
+        least = 1 if key in _AT_LEAST_ONE else -LARGEST_NUMBER
+        if not least <= number <= largest:
+            return f"{least:,} to {largest:,}"
     if key == "rope_theta":
-        is_right, expected = number > 0, "more than 0"
-    elif key.endswith(("_eps", "_epsilon")):
-        is_right, expected = number >= 0, "at least 0"
-    if not is_right:
-        raise ValueError(
-            f"{source} sets {key} to {number}; expected {expected}. Correct it, or download the model again."
-        )
+        return None if number > 0 else "more than 0"
+    if key.endswith(("_eps", "_epsilon")):
+        return None if number >= 0 else "at least 0"
+    return "a number" if math.isnan(number) else None
 
 
 def _items(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

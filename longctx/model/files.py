@@ -20,7 +20,7 @@ from transformers.utils import cached_file
 from transformers.utils.hub import cached_files
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from longctx.model.config_file import BOUNDS, check_size
+from longctx.model.config_file import BOUNDS, side_file
 from longctx.untrusted.confined import OutOfBounds, confined
 from longctx.untrusted.files import check_file
 from longctx.upstream.transformers_internals import unpartitioned
@@ -72,11 +72,13 @@ def weight_files(name: str, revision: str | None, *, download: bool = False) -> 
     """
     folder = Path(name) if Path(name).is_dir() else None
     for weights, index in zip(_WEIGHTS, _INDEXES, strict=True):
-        if folder is not None and (folder / weights).exists():
+        if folder is None and download:
+            file = cached_file(name, weights, revision=revision, _raise_exceptions_for_missing_entries=False)
+            if file is not None:
+                return [Path(file)]
+        elif folder is not None and (folder / weights).exists():
             return [_regular(folder / weights)]
-        if folder is None and download and (path := _of_hub(name, weights, revision)) is not None:
-            return [path]
-        if (path := _of_hub(name, index, revision)) is not None:
+        if (path := side_file(name, index, revision)) is not None:
             names = _indexed(path)
             if folder is not None:
                 return [_regular(folder / part) for part in names]
@@ -85,16 +87,10 @@ def weight_files(name: str, revision: str | None, *, download: bool = False) -> 
     return []
 
 
-def _of_hub(name: str, file: str, revision: str | None) -> Path | None:
-    """Return the path of a file of a model, downloaded where it is not in a folder; None if there is none."""
-    path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
-    return None if path is None else Path(path)
-
-
 def _indexed(index: Path) -> list[str]:
     """The files that an index names, all below its folder."""
     try:
-        names = sorted(set(json.loads(check_size(check_file(index)).read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(check_file(index).read_text())["weight_map"].values()))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is not an index of weights: {error}. Download it again.") from error
     for name in names:

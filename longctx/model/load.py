@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from longctx.model.allow_list import MULTIMODAL_MODELS
+from longctx.model.allow_list import ADDED_IN, MULTIMODAL_MODELS
 from longctx.model.config_file import (
     BOUNDS,
     check_config_numbers,
@@ -39,7 +39,6 @@ from longctx.model.config_file import (
 from longctx.model.files import check_no_adapter, check_weight_files, on_meta
 from longctx.model.multimodal import load_text_part, takes_text_alone, text_part
 from longctx.model.quantized import parameter_sizes
-from longctx.model.releases import ADDED_IN
 from longctx.model.saving import generation_config_to_load, keep_generation_config
 from longctx.model.tied_head import untie_as_stored
 from longctx.model.tiny import TINY, tiny_config, tiny_model, tiny_tokenizer

@@ -8,21 +8,20 @@ therefore corrected first, and every engine follows it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 from transformers import PretrainedConfig
 
 from longctx.model.files import weight_files
 from longctx.model.tiny import TINY
 
-_HEAD_NAMES = ("lm_head.weight", "embed_out.weight")
-_EMBEDDING_NAMES = ("embed_tokens.weight", "embed_in.weight")
+_HEAD_NAMES = (".lm_head.weight", ".embed_out.weight")
+_EMBEDDING_NAMES = (".embed_tokens.weight", ".embed_in.weight")
 """How the names of the two matrices end in the files of every allowed model type."""
 
 _BLOCK_ELEMENTS = 1 << 24
@@ -56,59 +55,44 @@ def untie_as_stored(config: PretrainedConfig, name: str, *, revision: str | None
 
 
 def _head_differs(files: Sequence[Path]) -> bool:
-    """Return whether the files hold both matrices, with different values."""
+    """Return whether the files hold both matrices, with different values, whatever their dtypes."""
     with ExitStack() as opened:
-        tensors: dict[str, Any] = {}
+        tensors: dict[str, _Stored] = {}
         for file in files:
             tensors |= _lazy_tensors(file, opened)
         head, embeddings = _find(tensors, _HEAD_NAMES), _find(tensors, _EMBEDDING_NAMES)
         if head is None or embeddings is None:
             return False
-        return not _equal(head, embeddings)
+        (shape, a), (other_shape, b) = head, embeddings
+        if shape != other_shape or len(shape) != 2:
+            return True
+        step = max(1, _BLOCK_ELEMENTS // max(shape[1], 1))
+        blocks = (slice(start, start + step) for start in range(0, shape[0], step))
+        return not all(torch.equal(a[rows].float(), b[rows].float()) for rows in blocks)
 
 
-def _lazy_tensors(file: Path, opened: ExitStack) -> dict[str, Any]:
-    """Return the tensors of a file by name; slicing one reads the rows that are asked for."""
+_Stored = tuple[list[int], Any]
+"""The shape of a matrix, and an object that reads the rows by which it is sliced."""
+
+
+def _lazy_tensors(file: Path, opened: ExitStack) -> dict[str, _Stored]:
+    """Return the two matrices of a file by name, as far as it has them."""
     if file.suffix == ".safetensors":
         try:
             content = opened.enter_context(safe_open(file, framework="pt"))
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} cannot be read: {error}. Download it again.") from error
-        return {key: content.get_slice(key) for key in content.keys() if _is_either(key)}  # noqa: SIM118  (no mapping)
+        found = {key: content.get_slice(key) for key in content.keys() if _is_either(key)}  # noqa: SIM118  (no mapping)
+        return {key: (part.get_shape(), part) for key, part in found.items()}
     content = torch.load(file, map_location="cpu", weights_only=True)
-    return {key: _InMemory(tensor) for key, tensor in content.items() if _is_either(key)}
-
-
-class _InMemory:
-    """A tensor with the interface of a slice of a safetensors file."""
-
-    def __init__(self, tensor: Tensor):
-        self.tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self.tensor.shape)
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        return self.tensor[rows]
+    return {key: (list(tensor.shape), tensor) for key, tensor in content.items() if _is_either(key)}
 
 
 def _is_either(key: str) -> bool:
-    return f".{key}".endswith(tuple(f".{name}" for name in (*_HEAD_NAMES, *_EMBEDDING_NAMES)))
+    return f".{key}".endswith((*_HEAD_NAMES, *_EMBEDDING_NAMES))
 
 
-def _find(tensors: dict[str, Any], names: Sequence[str]) -> Any:
-    """Return the tensor whose name is the shortest of those that end like this; parts of a model nest deeper."""
-    found = [key for key in tensors if f".{key}".endswith(tuple(f".{name}" for name in names))]
+def _find(tensors: Mapping[str, _Stored], names: tuple[str, ...]) -> _Stored | None:
+    """Return the matrix whose name is the shortest of those that end like this; parts of a model nest deeper."""
+    found = [key for key in tensors if f".{key}".endswith(names)]
     return tensors[min(found, key=len)] if found else None
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Return whether two matrices hold the same numbers, whatever their dtypes."""
-    if a.get_shape() != b.get_shape() or len(a.get_shape()) != 2:
-        return False
-    return all(torch.equal(a[rows].float(), b[rows].float()) for rows in _blocks(*a.get_shape()))
-
-
-def _blocks(num_rows: int, width: int) -> Iterator[slice]:
-    step = max(1, _BLOCK_ELEMENTS // max(width, 1))
-    return (slice(start, start + step) for start in range(0, num_rows, step))

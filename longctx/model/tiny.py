@@ -6,10 +6,6 @@ rank and world size gets the same bits, so that runs on different engines can be
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator
-
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -93,23 +89,16 @@ def tiny_model(dtype: torch.dtype = torch.float32, config: Qwen3Config | None = 
 
     Matrices are drawn from normal(0, 0.02) by a generator of our own, in the order of their sorted names
     and in float32, then cast to `dtype`; norm weights are 1, biases 0. Neither the global random state (left
-    as it was), the default dtype or device, nor an active DeepSpeed ZeRO-3 configuration changes a bit: the
-    parameters are never partitioned here, the engine does that when it wraps the model.
+    as it was) nor an active DeepSpeed ZeRO-3 configuration changes a bit: the parameters are never partitioned here,
+    the engine does that when it wraps the model.
 
     Args:
         dtype: dtype of the returned parameters.
         config: another Qwen3 configuration to fill the same way; `tiny_config()` if None.
     """
     config = tiny_config() if config is None else config
-    with _plain_construction():
+    with torch.random.fork_rng(devices=[]):
         model = Qwen3ForCausalLM(config)
-    _fill_parameters(model)
-    model.config.dtype = dtype
-    torch.nn.Module.to(model, dtype)
-    return model
-
-
-def _fill_parameters(model: torch.nn.Module) -> None:
     generator = torch.Generator(device="cpu").manual_seed(_WEIGHT_SEED)
     with torch.no_grad():
         # named_parameters() lists a tied matrix once, under its first name.
@@ -120,29 +109,6 @@ def _fill_parameters(model: torch.nn.Module) -> None:
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(0.0, _WEIGHT_STD, generator=generator)
-
-
-@contextlib.contextmanager
-def _plain_construction() -> Iterator[None]:
-    """Construct modules as a fresh process would: float32, on the CPU, unpartitioned; keep random state."""
-    default_dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), _outside_zero_init():
-            yield
-    finally:
-        torch.set_default_dtype(default_dtype)
-
-
-@contextlib.contextmanager
-def _outside_zero_init() -> Iterator[None]:
-    """Suspend an enclosing `deepspeed.zero.Init`, which would partition parameters during construction."""
-    partition = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
-    if partition is None or not partition.zero_init_context:
-        yield
-        return
-    partition.shutdown_init_context()
-    try:
-        yield
-    finally:
-        partition.restore_init_context()
+    model.config.dtype = dtype
+    torch.nn.Module.to(model, dtype)
+    return model

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
+from longctx.attention.kernels.check import why_not_exact
 from longctx.attention.kernels.entries import upload
 from longctx.model.recurrent import SEGMENT
 from longctx.recurrent.passing import by_piece, incoming_states, run_pieces, select
@@ -244,23 +245,14 @@ def check_delta_rule(rule: Rule, heads: DeltaHeads, device: torch.device, *, wit
             "pip install flash-linear-attention for a kernel that takes all at once."
         )
         return
-    remedy = (
-        "Run `pip install --upgrade flash-linear-attention`, or uninstall it: transformers' own operators are exact."
+    wrong = why_not_exact(
+        torch.bfloat16,
+        lambda: ((error, KERNEL_BOUND) for error in kernel_errors(rule, heads, device, with_states=with_states)),
     )
-    try:
-        error = max(kernel_errors(rule, heads, device, with_states=with_states))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as failure:  # whatever a compiler or driver raises
-        reason = str(failure).strip().partition("\n")[0]
+    if wrong is not None:
         raise ValueError(
-            f"flash-linear-attention's kernel of {heads.rule} fails on this machine: {type(failure).__name__}: "
-            f"{reason}. {remedy}"
-        ) from failure
-    if not error <= KERNEL_BOUND:  # NaN is wrong too
-        raise ValueError(
-            f"flash-linear-attention's kernel of {heads.rule} is off by {error:.1e} on this machine in bf16, "
-            f"and {KERNEL_BOUND:.0e} is allowed. {remedy}"
+            f"flash-linear-attention's kernel of {heads.rule} {wrong}. Run `pip install --upgrade "
+            "flash-linear-attention`, or uninstall it: transformers' own operators are exact."
         )
 
 

@@ -14,7 +14,7 @@ from longctx.ring.cost import gather_passes, ring_passes
 from longctx.sequence.batch import Attend, AttentionKind
 from longctx.sequence.layout import Layout
 from longctx.sequence.mesh import SequenceGroups
-from longctx.ulysses import exchanged_attention
+from longctx.ulysses.attention import exchanged_attention
 
 
 def ring_schedule_of(

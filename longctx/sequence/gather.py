@@ -41,18 +41,14 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _sum_over_ranks(values, group)
+        total = values.clone(memory_format=torch.contiguous_format)
+        with region("communication"):
+            dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _sum_over_ranks(grad, ctx.group), None
-
-
-def _sum_over_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = values.clone(memory_format=torch.contiguous_format)
-    with region("communication"):
-        dist.all_reduce(total, group=group)
-    return total
+        return _AllReduce.apply(grad, ctx.group), None
 
 
 class _Gather(torch.autograd.Function):

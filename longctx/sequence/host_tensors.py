@@ -47,6 +47,11 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def saved_in_place() -> saved_tensors_hooks:
+    """Return a context in which the tensors that autograd saves stay as they are, whatever hooks around it do."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
 class SavedOnHost(saved_tensors_hooks):
     """A context in which the tensors that autograd saves wait in host memory. Weights stay where they are.
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from longctx.ring import plan_ring, ring_attention
 from longctx.ring.attention import ring_schedule
 from longctx.sequence.batch import PLAIN, AttentionKind
-from longctx.ulysses import scheduled_attention, ulysses_attention
+from longctx.ulysses.attention import scheduled_attention, ulysses_attention
 from tests.workers import run_ranks
 
 HEADS = {"MHA": (4, 4), "GQA": (8, 2), "MQA": (4, 1)}

@@ -18,7 +18,7 @@ from longctx.attention.kernels import (
     blockwise,
     choose_kernel,
 )
-from longctx.attention.kernels.check import disagreement, make_entries, make_inputs
+from longctx.attention.kernels.check import disagreement, make_entries, make_inputs, why_not_exact
 from longctx.attention.kernels.entries import upload
 
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
@@ -205,3 +205,11 @@ def test_a_kernel_is_checked_inside_of_a_checkpointed_layer():
 
     torch.utils.checkpoint.checkpoint(layer, torch.ones(2, requires_grad=True), use_reentrant=False)
     assert found == [None]
+
+
+def test_an_error_that_is_no_number_is_none_of_an_exact_kernel():
+    errors = [(1e-9, 1e-5), (float("nan"), 1e-5)]
+    assert why_not_exact(torch.float32, lambda: errors[:1]) is None
+    assert (
+        why_not_exact(torch.float32, lambda: errors) == "is off by nan on this machine in float32, and 1e-05 is allowed"
+    )

@@ -20,7 +20,7 @@ import longctx
 from longctx.attention.kernels import DenseKernel, choose
 from longctx.attention.kernels.entries import Entries
 from longctx.attention.operator import LocalSchedule, attend
-from longctx.layers.chunked import HostAttention
+from longctx.layers.chunked.attention import HostAttention
 from longctx.layers.chunked.copies import Copies
 from longctx.layers.chunked.tiles import ParameterGradients
 from longctx.layers.loss import TokenOutputs, fused_token_outputs, token_losses

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from longctx import parallelize
 from longctx.attention.kernels import block_forward
 from longctx.attention.operator import varlen_attention
-from longctx.layers.chunked import HostAttention
 from longctx.layers.chunked import attention as chunked_attention
+from longctx.layers.chunked.attention import HostAttention
 from longctx.layers.chunked.copies import Copies
 from longctx.layers.chunked.tiles import check_one_thread
 from longctx.model.allow_list import RECURRENT_MODELS

@@ -20,7 +20,7 @@ from longctx.attention.cost import Setup
 from longctx.machine.here import Machine
 from longctx.model.allow_list import (
     CAUSAL_MODELS,
-    GATED_DELTA_MODELS,
+    MODEL_TYPES,
     RECURRENT_MODELS,
     UnsupportedModelError,
     check_model,
@@ -60,7 +60,9 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["ring", "gather", "hybrid", "ulysses"])
-@pytest.mark.parametrize("model_type", [*GATED_DELTA_MODELS, "kimi_linear"])
+@pytest.mark.parametrize(
+    "model_type", [name for name, known in MODEL_TYPES.items() if "delta" in (known.recurrence or "")]
+)
 def test_every_backend_runs_delta_layers(model_type, backend):
     """Also with more ranks than linear key heads, between which states pass."""
     of_kimi = KIMI_LINEAR | {"linear_num_heads": 2}

@@ -209,7 +209,9 @@ def test_a_kernel_that_fails_is_refused(installed, layer):
         raise RuntimeError("no kernel image\nis available")
 
     installed(kernel)
-    with pytest.raises(ValueError, match=r"rule fails on this machine: RuntimeError: no kernel image\. Run `pip"):
+    with pytest.raises(
+        ValueError, match=r"rule fails on this machine in bf16: RuntimeError: no kernel image\. Run `pip"
+    ):
         check(layer)
 
 

@@ -14,7 +14,6 @@ from trl.models.selective_activation_checkpointing import enable_selective_activ
 from longctx import parallelize
 from longctx.model.allow_list import (
     CAUSAL_MODELS,
-    DECODER_MODELS,
     POSITION_INDEPENDENT_ROPE,
     WINDOW_MODELS,
 )
@@ -76,7 +75,8 @@ NEMOTRON_H = (
     | {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 4}
     | {"n_routed_experts": 4, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16}
 )
-EVERY_FAMILY = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in (*NEVER_AS_IS, *DECODER_MODELS)} | {
+MORE_TYPES = {model_type for model_type, _ in MORE_FAMILIES.values()}
+EVERY_FAMILY = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in (*NEVER_AS_IS, *MORE_TYPES)} | {
     "ernie4_5_moe": ("ernie4_5_moe", SMALL | EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0}),
     "glm4_moe": (
         "glm4_moe",

@@ -7,8 +7,7 @@ from importlib.metadata import version
 from packaging.version import Version
 from transformers import CONFIG_MAPPING
 
-from longctx.model.allow_list import CAUSAL_MODELS, MULTIMODAL_MODELS
-from longctx.model.releases import ADDED_IN
+from longctx.model.allow_list import ADDED_IN, CAUSAL_MODELS, MULTIMODAL_MODELS
 from tests.model.test_models import FAMILIES
 
 

@@ -35,37 +35,13 @@ def _checksum(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def checksums_under_zero3() -> list[str]:
-    """With an active ZeRO-3 configuration, then inside deepspeed.zero.Init."""
-    import deepspeed
+def checksum_under_zero3() -> str:
     from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
-    # DeepSpeed would compile this op with a C++ compiler at init_distributed("gloo").
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     config = {"train_micro_batch_size_per_gpu": 1, "train_batch_size": 1, "zero_optimization": {"stage": 3}}
     kept = HfDeepSpeedConfig(config)
     assert is_deepspeed_zero3_enabled(), kept
-    found = [_checksum(tiny_model())]
-    deepspeed.init_distributed("gloo")
-    with deepspeed.zero.Init(config_dict_or_path=config):
-        found.append(_checksum(tiny_model()))
-        assert hasattr(torch.nn.Linear(4, 4).weight, "ds_id"), "zero.Init must be active again"
-    return found
-
-
-def test_weights_ignore_random_state_default_dtype_and_device() -> None:
-    expected = _checksum(tiny_model())
-    torch.manual_seed(1)
-    torch.rand(7)
-    assert _checksum(tiny_model()) == expected
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert _checksum(tiny_model()) == expected
-        assert torch.get_default_dtype() == torch.float64
-    finally:
-        torch.set_default_dtype(torch.float32)
-    with torch.device("meta"):
-        assert _checksum(tiny_model()) == expected
+    return _checksum(tiny_model())
 
 
 def test_weights_ignore_the_number_of_threads() -> None:
@@ -79,15 +55,16 @@ def test_weights_ignore_the_number_of_threads() -> None:
 
 def test_weights_do_not_change_in_another_process_or_under_zero3() -> None:
     expected = _checksum(tiny_model())
-    assert run_ranks(1, f"{__name__}:checksums_under_zero3") == [[expected] * 2]
+    assert run_ranks(1, f"{__name__}:checksum_under_zero3") == [expected]
 
 
-def test_global_random_state_is_untouched() -> None:
+def test_global_random_state_is_untouched_and_unread() -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    tiny_model()
+    weights = _checksum(tiny_model())
     assert torch.equal(torch.rand(4), expected)
+    assert _checksum(tiny_model()) == weights
 
 
 def test_statistics_and_shapes() -> None:

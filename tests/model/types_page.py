@@ -17,8 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from longctx.model import load
-from longctx.model.allow_list import CAUSAL_MODELS, WINDOW_MODELS, _dropouts, _reasons, _text_of
-from longctx.model.releases import ADDED_IN
+from longctx.model.allow_list import ADDED_IN, CAUSAL_MODELS, WINDOW_MODELS, _dropouts, _reasons, _text_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 EXACT, REFUSED, UNKNOWN = "exact", "refused", "not yet compared"

@@ -8,8 +8,13 @@ from importlib.metadata import version
 import pytest
 from transformers import CONFIG_MAPPING, LlamaConfig
 
-from longctx.model.allow_list import AUXILIARY_LOSS_MODELS, CAUSAL_MODELS, auxiliary_loss_coefficient, check_model
-from longctx.model.releases import ADDED_IN
+from longctx.model.allow_list import (
+    ADDED_IN,
+    AUXILIARY_LOSS_MODELS,
+    CAUSAL_MODELS,
+    auxiliary_loss_coefficient,
+    check_model,
+)
 from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags

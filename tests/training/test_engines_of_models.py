@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from longctx.model.releases import ADDED_IN
+from longctx.model.allow_list import ADDED_IN
 from longctx.model.tiny import tiny_tokenizer
 from longctx.upstream.accelerate_internals import ENGINE_ENVIRONMENT
 from tests.model.test_families import documents_loss

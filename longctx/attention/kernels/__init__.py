@@ -7,7 +7,7 @@ each sees the keys up to its own.
 
 from longctx.attention.kernels.blockwise import CappedDenseKernel, CpuFlashKernel, DenseKernel
 from longctx.attention.kernels.choose import block_backward, block_forward, block_operator, choose_kernel, prefer
-from longctx.attention.kernels.entries import Entries, Kernel, Operator, Rows, add, merge, put, take, upload
+from longctx.attention.kernels.entries import Entries, Kernel, Operator, add, merge, upload
 
 __all__ = [
     "CappedDenseKernel",
@@ -16,7 +16,6 @@ __all__ = [
     "Entries",
     "Kernel",
     "Operator",
-    "Rows",
     "add",
     "block_backward",
     "block_forward",
@@ -24,7 +23,5 @@ __all__ = [
     "choose_kernel",
     "merge",
     "prefer",
-    "put",
-    "take",
     "upload",
 ]

@@ -29,7 +29,7 @@ class BlockwiseKernel(Kernel):
     max_scores: int | None = None
     """Most scores of all heads in one call, which then has fewer queries; None for as many queries as an entry has."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q, k, v, entries, scale):
         if entries.is_one_call and self.max_scores is None:
             out, lse = self._forward(q, k, v, entries.causal, None, scale, entries.softcap)
             return out, lse.contiguous()
@@ -40,17 +40,7 @@ class BlockwiseKernel(Kernel):
             out[:, :, at_q], lse[:, :, at_q] = self._forward(*rows, causal, mask, scale, entries.softcap)
         return out, lse
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        entries: Entries,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_out, q, k, v, out, lse, entries, scale):
         if entries.is_one_call and self.max_scores is None:
             return self._backward(grad_out, q, k, v, out, lse, entries.causal, None, scale, entries.softcap)
         dq = torch.empty_like(q)

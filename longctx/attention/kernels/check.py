@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
@@ -27,6 +27,7 @@ from torch import Tensor
 from longctx.attention.kernels import flash_attn
 from longctx.attention.kernels.blockwise import DenseKernel
 from longctx.attention.kernels.entries import Entries, Kernel
+from longctx.sequence.host_tensors import saved_in_place
 from longctx.untrusted.working_directory import without_working_directory
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -93,8 +94,31 @@ def disagreement(
                 if not error <= BOUNDS[dtype]:  # NaN is wrong too
                     return f"{name} is off by {error:.1e} on {kind}, allowed is {BOUNDS[dtype]:.1e}"
         except Exception as error:  # whatever a foreign library raises, the next kernel is tried
-            return f"it fails on {kind}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            return f"it fails on {kind}: {_first_line(error)}"
     return None
+
+
+def why_not_exact(dtype: torch.dtype, errors: Callable[[], Iterable[tuple[float, float]]]) -> str | None:
+    """Return how a kernel outside attention is wrong or fails on this machine; None if it is exact.
+
+    Args:
+        dtype: of its inputs.
+        errors: computes relative errors of its results, each with its bound.
+    """
+    word = "bf16" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch.")
+    try:
+        for error, bound in errors():
+            if not error <= bound:  # NaN is wrong too
+                return f"is off by {error:.1e} on this machine in {word}, and {bound:.0e} is allowed"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as failure:  # whatever a compiler or driver raises
+        return f"fails on this machine in {word}: {_first_line(failure)}"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def make_entries(sizes: Sizes, causal: bool, window: int | None = None, softcap: float | None = None) -> Entries:
@@ -158,17 +182,13 @@ def _errors(
     for x in (q, k, v):
         x.requires_grad_()
     # A checkpointed layer, in whose forward pass a kernel may be chosen, would be recomputed for what is saved here.
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
+    with torch.enable_grad(), saved_in_place():
         out = operator(q, k, v, scale)
     results = out.detach(), *torch.autograd.grad(out, (q, k, v), place(grad_out))
     exact = dense.backward(grad_out.double(), exact_q, exact_k, exact_v, exact_out, exact_lse, entries, scale)
     wanted_results, places = (exact_out, *exact), (queries, queries, keys, keys)
     for name, actual, wanted, at in zip(("out", "dq", "dk", "dv"), results, wanted_results, places, strict=True):
         yield f"{name} of its operator", _relative_error(actual, wanted, at)
-
-
-def _unchanged(x: Tensor) -> Tensor:
-    return x
 
 
 def _relative_error(actual: Tensor, exact: Tensor, entries: tuple[slice, ...]) -> float:

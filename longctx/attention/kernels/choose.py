@@ -176,20 +176,10 @@ class _LongDocuments(Kernel):
         self._planned: set[Shape] = set()
         self.name = f"{others.name}; {alone.name} for one document of {LONG_DOCUMENT:,} tokens or more"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q, k, v, entries, scale):
         return self._kernel(entries).forward(q, k, v, entries, scale)
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        entries: Entries,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_out, q, k, v, out, lse, entries, scale):
         return self._kernel(entries).backward(grad_out, q, k, v, out, lse, entries, scale)
 
     def operator(self, entries: Entries) -> Operator | None:
@@ -232,14 +222,7 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: floa
 
 
 def block_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    entries: Entries,
-    scale: float,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, entries: Entries, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of one block, given the final `out` and `lse` of all [1, H, S(, D)] queries.
 

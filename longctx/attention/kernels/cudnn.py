@@ -34,22 +34,12 @@ class CudnnKernel(Kernel):
     def takes(self, entries: Entries) -> bool:
         return entries.is_one_call
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q, k, v, entries, scale):
         out, lse, *_ = _cudnn_attention(q, k, v, None, True, 0.0, entries.causal, False, scale=scale)
         self._lse_shape = lse.shape[3:]
         return out, lse.reshape(q.shape[:3])
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        entries: Entries,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_out, q, k, v, out, lse, entries, scale):
         assert self._lse_shape is not None, "a forward call, if only that of the check, comes first"
         grad_out, out = (_heads_together(x) for x in (grad_out, out))
         no_seed = torch.empty((), dtype=torch.int64, device=q.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
@@ -47,6 +48,18 @@ class FlashAttentionKernel(VarlenKernel):
         return self._module
 
 
+def _written(call, grad_out, q, k, v, out, lse, scale):
+    """Return the gradients that versions 2 and 3 write to tensors that they are given."""
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    call(
+        **{"dout": grad_out, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse},
+        **{"dq": dq, "dk": dk, "dv": dv},
+        softmax_scale=scale,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return dq, dk, dv
+
+
 class FlashAttention2(FlashAttentionKernel):
     """FlashAttention-2, for Ampere and newer GPUs."""
 
@@ -60,24 +73,8 @@ class FlashAttention2(FlashAttentionKernel):
         return out, lse
 
     def _backward(self, grad_out, q, k, v, out, lse, varlen, scale):
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        self.module._flash_attn_varlen_backward(
-            dout=grad_out,
-            q=q,
-            k=k,
-            v=v,
-            out=out,
-            softmax_lse=lse,
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            dropout_p=0.0,
-            softmax_scale=scale,
-            alibi_slopes=None,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            **vars(varlen),
-        )
-        return dq, dk, dv
+        call = partial(self.module._flash_attn_varlen_backward, dropout_p=0.0, alibi_slopes=None, **vars(varlen))
+        return _written(call, grad_out, q, k, v, out, lse, scale)
 
 
 class FlashAttention3(FlashAttentionKernel):
@@ -94,24 +91,9 @@ class FlashAttention3(FlashAttentionKernel):
         return out, lse
 
     def _backward(self, grad_out, q, k, v, out, lse, varlen, scale):
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         arguments = vars(varlen) | {"is_causal": varlen.causal}
         del arguments["causal"]
-        self.module._flash_attn_backward(
-            dout=grad_out,
-            q=q,
-            k=k,
-            v=v,
-            out=out,
-            softmax_lse=lse,
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            softmax_scale=scale,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            **arguments,
-        )
-        return dq, dk, dv
+        return _written(partial(self.module._flash_attn_backward, **arguments), grad_out, q, k, v, out, lse, scale)
 
 
 class FlashAttention4(FlashAttentionKernel):
@@ -132,18 +114,12 @@ class FlashAttention4(FlashAttentionKernel):
         return out, lse
 
     def _backward(self, grad_out, q, k, v, out, lse, varlen, scale):
-        dq, dk, dv = self.module._flash_attn_bwd(
-            q=q,
-            k=k,
-            v=v,
-            out=out,
-            dout=grad_out,
-            lse=lse,
+        return self.module._flash_attn_bwd(
+            **{"q": q, "k": k, "v": v, "out": out, "dout": grad_out, "lse": lse},
             softmax_scale=scale,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **self._arguments(varlen),
         )
-        return dq, dk, dv
 
     @staticmethod
     def _arguments(varlen: Varlen) -> dict[str, Any]:

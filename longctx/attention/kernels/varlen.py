@@ -34,21 +34,11 @@ class VarlenKernel(Kernel):
             and torch.cuda.get_device_capability(device) >= self.min_capability
         )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q, k, v, entries, scale):
         out, lse = self._forward(_rows_first(q), _rows_first(k), _rows_first(v), entries.varlen(q.device), scale)
         return _heads_first(out), lse[None]
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        entries: Entries,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_out, q, k, v, out, lse, entries, scale):
         varlen, lse = entries.varlen(q.device), lse[0].contiguous()
         grad_out, q, k, v, out = (_rows_first(x) for x in (grad_out, q, k, v, out))
         dq, dk, dv = self._backward(grad_out, q, k, v, out, lse, varlen, scale)

@@ -5,8 +5,3 @@ queries, keys and values go to the host; attention is computed there block again
 chunk by chunk, this time through. Backward goes the same three ways in reverse. What the device holds at once does not
 grow with the sequence, forward or backward, and the results are those of the whole layer.
 """
-
-from longctx.layers.chunked.attention import HostAttention
-from longctx.layers.chunked.layer import install_chunked
-
-__all__ = ["HostAttention", "install_chunked"]
