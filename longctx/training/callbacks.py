@@ -28,7 +28,7 @@ from longctx.forecast.learned import learn
 from longctx.launch.console import say
 from longctx.launch.terminal import INTERRUPTED
 from longctx.packing import PackingReport
-from longctx.sequence.checks import host_group
+from longctx.ranks.agreement import host_group
 from longctx.settings.flags import STEPS_BEFORE_PROFILE
 from longctx.training.data_order import StepSampler, StreamRead
 from longctx.training.peak_memory import GIB

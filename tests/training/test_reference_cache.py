@@ -27,5 +27,6 @@ def test_a_ring_that_another_machine_plans_computes_the_reference_anew(saved_mod
     """Speeds of links decide which rank holds which tokens, and so the order in which attention adds up."""
     data = tmp_path / "pairs.jsonl"
     data.write_text("".join(json.dumps(pair) + "\n" for pair in make_pairs()))
-    flags = [*flags_of("sigmoid", {}, saved_model, data, tmp_path / "out"), "--overwrite_output_dir", "True", "--cp", "2", *PACKED, "--max_steps", "1"]
+    flags = [*flags_of("sigmoid", {}, saved_model, data, tmp_path / "out"), "--overwrite_output_dir", "True"]
+    flags += ["--cp", "2", *PACKED, "--max_steps", "1"]
     assert run_ranks(2, f"{__name__}:files_kept", flags, str(tmp_path / "cache"))[0] == [1, 1, 2]

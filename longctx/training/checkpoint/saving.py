@@ -29,7 +29,6 @@ from trl import SFTConfig
 from longctx.ranks.agreement import (
     LEAVE_SECONDS,
     gather_objects,
-    gather_on_first,
     gathered_on_first,
     on_all_ranks,
     own_channel,
@@ -336,7 +335,7 @@ class SavingMixin(PushingMixin):
     def _all_progress(self) -> dict[str, Any]:
         """Return what has to go on in the log: of all ranks on rank 0, and the sums of what they add up."""
         own = {"metrics": self.step_metrics.state_dict(), "has_seen_labels": self.has_seen_labels} | log_sums(self)
-        return {"ranks": gather_on_first(own), "expert_load": self.step_metrics.expert_load()}
+        return {"ranks": gathered_on_first(lambda: own), "expert_load": self.step_metrics.expert_load()}
 
 
 def optimization_flags(args: SFTConfig) -> dict[str, Any]:
