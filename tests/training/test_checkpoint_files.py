@@ -55,7 +55,7 @@ def test_ranges_of_any_size_come_together(tmp_path):
         for kind, value in empty.items():
             assert torch.equal(value, weight.states[kind][start:stop] if value.dim() else weight.states[kind]), kind
     (tmp_path / "states-00001-000.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"states-00001-000.safetensors cannot be read"):
+    with pytest.raises(CheckpointError, match=r"states-00001-000.safetensors is damaged"):
         StateReader(tmp_path, shapes).fill(weight)
 
 

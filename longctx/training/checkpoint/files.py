@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import json
 import os
 import re
@@ -178,11 +179,20 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check a manifest.
+    """Read and check a manifest, once for each state of the file.
 
     Raises:
         CheckpointError: if there is none that this version can read.
     """
+    state = None
+    with suppress(OSError):
+        found = (folder / MANIFEST).stat()
+        state = found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return _read_manifest(folder, state)
+
+
+@functools.lru_cache(maxsize=64)
+def _read_manifest(folder: Path, state: tuple[int, ...] | None) -> Manifest:
     path = folder / MANIFEST
     try:
         check_folder(folder, subfolders=True)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import fnmatch
-import functools
 import json
 import logging
 import math
@@ -305,13 +304,6 @@ def next_serial(folder: Path) -> int:
 
 def _serial(folder: Path) -> float:
     """Return the serial of a checkpoint; a damaged one counts as the newest, so that none is taken in its place."""
-    manifest = folder / MANIFEST
-    return _read_serial(folder, manifest.stat().st_mtime_ns if manifest.is_file() else 0)
-
-
-@functools.cache
-def _read_serial(folder: Path, written: int) -> float:
-    """Read a manifest once for all saves of a run, unless it is written anew."""
     try:
         return read_manifest(folder).serial
     except CheckpointError:
