@@ -359,7 +359,7 @@ class StreamLoader(DataLoader):
     def position_of(self, read: StreamRead, lanes: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
         """Return the position for `go_on_from` from where all lanes stand, as values of JSON."""
         position = self.dataset.stream.position_of([lanes[lane] for lane in sorted(lanes)], read.counts)
-        first_pass = self.first_pass and asdict(self.first_pass)
+        first_pass = asdict(read.report) if read.passes > 1 else None
         return {**position, "passes": read.passes, "first_pass": first_pass}
 
     def go_on_from(self, position: Mapping[str, Any]) -> None:

@@ -57,8 +57,13 @@ def _hinge(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
     return torch.relu(1 - flags["beta"] * pairs.delta())
 
 
+def _means(values: tuple[Tensor, Tensor], lengths: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the means over the tokens of each side."""
+    return values[0] / lengths[0], values[1] / lengths[1]
+
+
 def _mean_delta(values: tuple[Tensor, Tensor], lengths: tuple[Tensor, Tensor]) -> Tensor:
-    chosen, rejected = (value / length for value, length in zip(values, lengths, strict=True))
+    chosen, rejected = _means(values, lengths)
     return chosen - rejected
 
 
@@ -259,7 +264,7 @@ class PreferenceLoss(Objective):
         nll = -sums[:, 0, 1] * self.weights.get(SFT, 0.0)
         terms = torch.stack((losses.sum(), nll.sum()))
         with torch.no_grad():
-            of_pairs = pairs.ratios if "simpo" not in self.weights else _means(pairs)
+            of_pairs = pairs.ratios if "simpo" not in self.weights else _means(pairs.logps, pairs.lengths)
             chosen, rejected = (self.flags["beta"] * value for value in of_pairs)
             numbers = [
                 *(losses, nll, torch.ones_like(losses), *lengths.T, *sums[..., 0].T, chosen, rejected),
@@ -291,11 +296,6 @@ class PreferenceLoss(Objective):
             "logits/chosen": totals["logits/chosen"] / chosen,
             "logits/rejected": totals["logits/rejected"] / rejected,
         }
-
-
-def _means(pairs: Pairs) -> tuple[Tensor, Tensor]:
-    chosen, rejected = (value / length for value, length in zip(pairs.logps, pairs.lengths, strict=True))
-    return chosen, rejected
 
 
 def _as_one(logps: Tensor, equal: Tensor) -> Tensor:

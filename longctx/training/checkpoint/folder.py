@@ -398,13 +398,10 @@ def rotate(folder: Path, *, limit: int | None, best: str | None) -> None:
     others = [path for path in _named(folder.parent) if path.is_dir()]
     # `folder`, then by age; without serials, later steps are of a run that this one repeats, perhaps because of them.
     others.sort(key=lambda path: (-_serial(path), step_of(path) > now, now - step_of(path)))
-    kept = {path for path in others if path == folder or (best and path == Path(best))}
-    for path in others:
-        if path not in kept and len(kept) < limit:
-            kept.add(path)
-    for path in others:
-        if path not in kept:
-            remove(path)
+    kept = [path for path in others if path == folder or (best and path == Path(best))]
+    rest = [path for path in others if path not in kept]
+    for path in rest[max(limit - len(kept), 0) :]:
+        remove(path)
 
 
 def how_to_resume(folder: Path) -> str:

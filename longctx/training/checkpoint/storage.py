@@ -192,7 +192,9 @@ class StateReader:
                 pass  # which checks the header
             self._stored[path] = path.open("rb"), dict(stored_in(path))
         file, stored = self._stored[path]
-        found = stored[key]
+        found = stored.get(key)
+        if found is None:
+            raise ValueError(f"File does not contain tensor {key}")
         if found.shape != tuple(shape) or found.kind not in _DTYPES:
             raise ValueError(
                 f"{key!r} is of type {found.kind} and shape {list(found.shape)}, expected {list(shape) or 'one value'} "

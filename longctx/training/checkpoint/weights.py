@@ -104,8 +104,8 @@ def write_weights(
         This rank's files.
 
     Raises:
-        OSError, SafetensorError, RefusedOnAllRanks: on the rank that could not write a file, and on the others, once all
-            are through.
+        OSError, SafetensorError, RefusedOnAllRanks: once all ranks are through, on the one that could not write a file,
+            and on the others.
     """
     held = _held(model)
     files = list(_files(held, exact=exact))
