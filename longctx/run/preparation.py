@@ -193,8 +193,7 @@ def _began(run: Run, args: SFTConfig) -> datetime:
         if asked is None or args.process_index != 0:
             return None
         if (checkpoint := checkpoint_of(str(asked), folder)) is not None:
-            with older_named(checkpoint):
-                return read_manifest(checkpoint).began
+            return read_manifest(checkpoint).began
         record = RunRecord.read(folder)
         return None if record is None else record.began
 

@@ -123,21 +123,11 @@ def _simpo(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
     return -F.logsigmoid(logits) * (1 - smoothing) - F.logsigmoid(-logits) * smoothing
 
 
-LOSSES: Mapping[str, Loss] = {
-    "sigmoid": _sigmoid,
-    "hinge": _hinge,
-    "ipo": _ipo,
-    "exo_pair": _exo_pair,
-    "nca_pair": _nca_pair,
-    "robust": _robust,
-    "bco_pair": _bco_pair,
-    "sppo_hard": _sppo_hard,
-    "apo_zero": _apo_zero,
-    "apo_down": _apo_down,
-    "discopop": _discopop,
-    "sigmoid_norm": _sigmoid_norm,
-    "simpo": _simpo,
-}
+_LOSSES = (
+    *(_sigmoid, _hinge, _ipo, _exo_pair, _nca_pair, _robust, _bco_pair, _sppo_hard, _apo_zero, _apo_down),
+    *(_discopop, _sigmoid_norm, _simpo),
+)
+LOSSES: Mapping[str, Loss] = {loss.__name__.removeprefix("_"): loss for loss in _LOSSES}
 """Losses of a pair, by TRL's names for --loss_type."""
 
 SFT = "sft"

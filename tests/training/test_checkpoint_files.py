@@ -98,9 +98,7 @@ def test_weights_that_the_models_files_hold_are_read_from_there(tmp_path):
     assert torch.equal(read.states["exp_avg"], whole[3:20] / 2)
     for wrong in (torch.zeros(12, 2), torch.zeros(25), torch.zeros(24, dtype=torch.int32)):
         save_file({"w": wrong}, tmp_path / "model-00001-of-00001.safetensors")
-        with pytest.raises(
-            CheckpointError, match=r"of-00001.safetensors is damaged: 'w' is of type [FI]32"
-        ):
+        with pytest.raises(CheckpointError, match=r"of-00001.safetensors is damaged: 'w' is of type [FI]32"):
             StateReader(tmp_path, shapes).fill(read)
     index.write_text(json.dumps({"weight_map": {"w": "../model-00001-of-00001.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"names '\.\./model-00001-of-00001.safetensors', outside its folder"):

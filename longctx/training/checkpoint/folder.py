@@ -318,24 +318,26 @@ def checkpoint_of(asked: str, folder: Path) -> Path | None:
     """Return the checkpoint that --resume_from_checkpoint names: a path, or the newest for `True` and `auto`.
 
     Raises:
-        CheckpointError: if there is none; `auto` returns None in a folder that no run has written to.
+        CheckpointError: if there is none, or its manifest is damaged; `auto` returns None in a folder that no run has
+            written to.
     """
+    complete = checkpoints(folder)
     if is_path(asked):
         if not Path(asked).is_dir():
             raise CheckpointError(f"--resume_from_checkpoint {asked} is not a folder. Give one, or auto.")
-        with older_named(Path(asked)):
-            read_manifest(Path(asked))
-        return Path(asked)
-    complete = checkpoints(folder)
-    others = [path for path in _named(folder) if path not in complete]
-    newest = max((*complete[:1], *others), key=lambda path: path.stat().st_mtime, default=None)
-    if newest is not None and newest in others:
-        raise CheckpointError(
-            f"--resume_from_checkpoint {asked}: {newest}, the newest checkpoint, has no {MANIFEST}: it holds weights "
-            "alone (--save_only_model), or is another trainer's. To train on from its weights, use "
-            f"--model_name_or_path {newest} and another --output_dir."
-        )
+        complete = [Path(asked)]
+    else:
+        others = [path for path in _named(folder) if path not in complete]
+        newest = max((*complete[:1], *others), key=lambda path: path.stat().st_mtime, default=None)
+        if newest is not None and newest in others:
+            raise CheckpointError(
+                f"--resume_from_checkpoint {asked}: {newest}, the newest checkpoint, has no {MANIFEST}: it holds "
+                "weights alone (--save_only_model), or is another trainer's. To train on from its weights, use "
+                f"--model_name_or_path {newest} and another --output_dir."
+            )
     if complete:
+        with older_named(complete[0]):
+            read_manifest(complete[0])
         return complete[0]
     if asked != "auto":
         raise CheckpointError(
