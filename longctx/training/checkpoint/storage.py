@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -194,7 +194,7 @@ class StateReader:
         file, stored = self._stored[path]
         found = stored.get(key)
         if found is None:
-            raise ValueError(f"File does not contain tensor {key}")
+            raise SafetensorError(f"File does not contain tensor {key}")
         if found.shape != tuple(shape) or found.kind not in _DTYPES:
             raise ValueError(
                 f"{key!r} is of type {found.kind} and shape {list(found.shape)}, expected {list(shape) or 'one value'} "
