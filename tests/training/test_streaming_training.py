@@ -176,19 +176,6 @@ def logged(folder):
     return [{name: step[name] for name in names} for step in log if "loss" in step], entry
 
 
-def test_a_checkpoint_of_a_stream_with_one_order_is_refused(model, tmp_path, capsys):
-    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS[-6:]))
-    flags = [*COMMON, "--overlong", "split", "--model_name_or_path", model, "--dataset_name", data, "--use_cpu", "True"]
-    flags += ["--save_strategy", "steps", "--save_steps", "1", "--output_dir", str(tmp_path / "out")]
-    assert main([*flags, "--max_steps", "1"]) == 0
-    folder = tmp_path / "out" / "checkpoint-1"
-    manifest = read_manifest(folder)
-    assert set(manifest.position["lanes"][0]) == {"read", "waiting", "ready", "digest"}
-    write_manifest(folder, replace(manifest, position={"passes": 1, "first_pass": None, "stream": {}}))
-    assert main([*flags, "--max_steps", "2", "--resume_from_checkpoint", "auto"]) == 2
-    assert "all documents of a stream had one order, and now a stream is read in lanes" in capsys.readouterr().err
-
-
 def test_a_stream_without_labels_ends_with_its_first_pass(model, tmp_path, capsys):
     records = [{"input_ids": [1, 2, 3], "labels": [1, -100, -100]}] * 5
     data = tmp_path / "data.jsonl"

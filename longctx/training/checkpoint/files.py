@@ -293,12 +293,6 @@ def check_same(
             "--gradient_accumulation_steps or --per_device_train_batch_size: their product × (processes / sp) has to "
             f"be {before}."
         )
-    if "stream" in (manifest.position or {}):
-        raise CheckpointError(
-            f"{folder} was written when all documents of a stream had one order, and now a stream is read in lanes, in "
-            "another order. Resume with the version that wrote it, or start again from its weights with "
-            "--model_name_or_path."
-        )
     of_evaluation = {values["evaluation"] for values in (manifest.data, data) if values.get("evaluation")}
     if len(of_evaluation) > 1:  # older checkpoints, and runs that do not evaluate, have none
         raise CheckpointError(
