@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import islice, zip_longest
 from pathlib import Path
 
@@ -20,7 +19,6 @@ import pytest
 from longctx.packing import PackedStream
 from longctx.packing.lanes import lane_of
 from longctx.train import main
-from longctx.training.checkpoint.files import read_manifest, write_manifest
 from tests.reference import train_reference
 from tests.training.test_training import LEARNING_RATE, STEPS, make_documents, relative, write_jsonl
 from tests.workers import run_ranks
