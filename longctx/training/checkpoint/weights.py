@@ -131,15 +131,18 @@ def write_weights(
                 written[path] = writer.submit(write, path, layers)
             del layers
     reports = gathered_on_first(lambda: [file.result() for file in written.values()])
-    index = {
-        "metadata": {
-            "total_parameters": sum(prod(_shape(tensor)) for tensor in held.values()),
-            "total_size": sum(size for report in reports for _, size in report),
-        },
-        "weight_map": {name: file for report in reports for names, _ in report for name, file in names.items()},
-    }
-    if len(files) > 1 and rank == 0:
+
+    def write_index() -> None:
+        index = {
+            "metadata": {
+                "total_parameters": sum(prod(_shape(tensor)) for tensor in held.values()),
+                "total_size": sum(size for report in reports for _, size in report),
+            },
+            "weight_map": {name: file for report in reports for names, _ in report for name, file in names.items()},
+        }
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    on_all_ranks(lambda: write_index() if len(files) > 1 and rank == 0 else None)
     return [*written]
 
 
