@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +141,12 @@ def is_restarted(folder: Path, env: Mapping[str, str]) -> bool:
 
 def default_folder(*, resuming: bool) -> Path:
     """Return the folder of a run that names none: the next free name, or the last that is used for one that resumes."""
-    names = (DEFAULT_NAME if number == 1 else f"{DEFAULT_NAME}-{number}" for number in range(1, 10**6))
-    last = Path(DEFAULT_NAME)
-    for folder in map(Path, names):
+    last = folder = Path(DEFAULT_NAME)
+    for number in count(2):
         if not _written(folder) and RunRecord.read(folder) is None:
-            return last if resuming else folder
-        last = folder
-    raise AssertionError("a million folders")
+            break
+        last, folder = folder, Path(f"{DEFAULT_NAME}-{number}")
+    return last if resuming else folder
 
 
 def _written(folder: Path) -> list[str]:
