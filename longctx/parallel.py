@@ -32,13 +32,13 @@ from longctx.model.allow_list import check_model
 from longctx.model.branches import AUXILIARY_LOSS_OBSTACLE, branch_obstacle
 from longctx.model.modules import check_modules, say_whether_tied
 from longctx.policy import count_policy_step, policy_loss
-from longctx.ranks.agreement import broadcast_object
+from longctx.ranks.agreement import broadcast_object, host_group
 from longctx.recurrent.cost import prefers_heads
 from longctx.recurrent.layers import check_recurrent
 from longctx.regions import region
 from longctx.ring.planner import TimeOfPlan
 from longctx.sequence.batch import AttentionContext, ShardedBatch
-from longctx.sequence.checks import StepCounts, check_same_batch, check_world_size, host_group
+from longctx.sequence.checks import StepCounts, check_same_batch, check_world_size
 from longctx.sequence.gather import all_reduce, gather
 from longctx.sequence.host_tensors import send
 from longctx.sequence.layout import Layout, padding_documents

@@ -17,11 +17,12 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
-from longctx.ranks import hang, is_first_on_node
+from longctx.ranks import hang
 from longctx.ranks.peers import LEAVE_SECONDS, Peers, current_peers
 
 Result = TypeVar("Result")
@@ -77,7 +78,8 @@ def main_process_first(work: Callable[[], Result], folder: str | Path) -> Result
     Raises:
         RefusedOnAllRanks: as in `on_all_ranks`.
     """
-    return _meet(work, folder=Path(folder))
+    first = storage_of_ranks(Path(folder))[dist.get_rank() if dist.is_initialized() else 0]
+    return _meet(work, after=first)
 
 
 def check_agreement(mine: Mapping[str, Any]) -> None:
@@ -108,7 +110,7 @@ def broadcast_object(value: Result) -> Result:
     if not dist.is_initialized() or dist.get_backend() == "fake":  # torch's group without messages, for traces
         return value
     values = [value]
-    dist.broadcast_object_list(values, group=_host_group(dist.group.WORLD))
+    dist.broadcast_object_list(values, group=host_group(dist.group.WORLD))
     return values[0]
 
 
@@ -120,27 +122,21 @@ def gather_objects(value: Result) -> list[Result]:
     if not dist.is_initialized():
         return [value]
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, value, group=_host_group(dist.group.WORLD))
-    return ranks
-
-
-def gather_on_first(value: Result) -> list[Result]:
-    """Return every rank's value, by rank, on rank 0, and [] on the others. All ranks call it."""
-    if not dist.is_initialized():
-        return [value]
-    ranks: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
-    dist.gather_object(value, ranks or None, group=_host_group(dist.group.WORLD))
+    dist.all_gather_object(ranks, value, group=host_group(dist.group.WORLD))
     return ranks
 
 
 @functools.lru_cache(maxsize=1)
-def _host_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+def host_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a group of all ranks whose messages stay in host memory. All ranks make the first call together.
 
     Over NCCL alone, which is what DeepSpeed starts, Python objects would travel as tensors through GPU memory, on the
     stream and in the order of the model's own collectives.
     """
-    return world if "cpu" in dist.get_backend_config(world) else dist.new_group(backend="gloo")
+    if "cpu:" in (devices := dist.get_backend_config(world)):
+        return world
+    backend = cast(Any, world)._get_backend(torch.device(devices.partition(":")[0]))
+    return dist.new_group(backend="gloo", timeout=backend.options._timeout)
 
 
 def storage_of_ranks(folder: Path) -> list[int]:
@@ -191,17 +187,18 @@ def exit_with_others(seconds: float = LEAVE_SECONDS) -> None:
 
 
 def _meet(
-    work: Callable[[], Any], *, folder: Path | None = None, channel: dist.Store | None = None, gather: bool = False
+    work: Callable[[], Any], *, after: int | None = None, channel: dist.Store | None = None, gather: bool = False
 ) -> Any:
+    """Run `work` on all ranks; on those other than `after`, if it is a rank, once that one is through with it."""
     peers = current_peers()
     if peers is None:
         return [work()] if gather else work()
     meeting = _Meeting(peers, channel)
     try:
-        if folder is not None:
-            meeting.wait_for_turn(folder)
+        if after is not None and after != meeting.rank:
+            meeting.wait_for(after)
         result = work()
-        meeting.finish_turn(json.dumps(result) if gather else "")
+        meeting.store.set(f"ready/{meeting.rank}", json.dumps(result) if gather else "")
         meeting.wait_for_all()
         if gather:
             result = meeting.results()
@@ -212,8 +209,6 @@ def _meet(
     except BaseException as error:
         meeting.refuse(f"rank {meeting.rank} stopped with {type(error).__name__}: {error}")
         raise
-    finally:
-        meeting.close()
     return result
 
 
@@ -254,8 +249,6 @@ class _Meeting:
         store = channel or dist.distributed_c10d._get_default_store()
         number = store.add(f"longctx/calls/{self.rank}", 1)
         self.store = dist.PrefixStore(f"longctx/{number}", store)
-        self.probe: Path | None = None
-        self.group: str | None = None
 
     def refuse(self, message: str) -> RefusedOnAllRanks:
         """Tell all ranks to stop; the first call decides the message."""
@@ -267,30 +260,9 @@ class _Meeting:
         rank, message = json.loads(said)
         return RefusedOnAllRanks(message, is_mine=rank == self.rank)
 
-    def wait_for_turn(self, folder: Path) -> None:
-        """Wait for rank 0, or for the node's first rank if rank 0's files cannot be seen; these two do not wait."""
-        if self.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.probe = folder / f"rank-0-was-here-{uuid.uuid4().hex}"
-            self.probe.touch()
-            self.group = "rank 0"
-            self.store.set("probe", str(self.probe))
-            return
-        self._wait(lambda: self.store.check(["probe"]))
-        if Path(self.store.get("probe").decode()).exists():
-            self._wait(lambda: self.store.check(["done/rank 0"]))
-            return
-        node = os.environ.get("GROUP_RANK") or socket.gethostname()
-        if is_first_on_node():
-            self.group = node
-        else:
-            self._wait(lambda: self.store.check([f"done/{node}"]))
-
-    def finish_turn(self, result: str = "") -> None:
-        """Record that this rank's work is done, so that ranks waiting for it continue."""
-        if self.group is not None:
-            self.store.set(f"done/{self.group}", "")
-        self.store.set(f"ready/{self.rank}", result)
+    def wait_for(self, rank: int) -> None:
+        """Wait until a rank has finished its work."""
+        self._wait(functools.partial(self.store.check, [f"ready/{rank}"]), watched=rank)
 
     def wait_for_all(self) -> None:
         """Wait until every rank has finished its work."""
@@ -299,20 +271,16 @@ class _Meeting:
             self.peers.who(0)  # to name it, should the store end with it
             return
         for rank in range(1, self.world_size):
-            self._wait(functools.partial(self.store.check, [f"ready/{rank}"]), watched=rank)
+            self.wait_for(rank)
         self.store.set("all ready", "")
 
     def results(self) -> list[Any]:
-        """Return on rank 0 what every rank has passed to `finish_turn`."""
+        """Return on rank 0 what the work of every rank has returned."""
         keys = [f"ready/{rank}" for rank in range(self.world_size)] if self.rank == 0 else []
         found = [json.loads(self.store.get(key)) for key in keys]
         for key in keys:  # which may be long
             self.store.delete_key(key)
         return found
-
-    def close(self) -> None:
-        if self.probe is not None:
-            self.probe.unlink(missing_ok=True)
 
     def _wait(self, is_over: Callable[[], bool], watched: int | None = None) -> None:
         """Wait as `_poll` does, or until a rank has refused."""

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import transformers
 from transformers import PreTrainedModel
 from trl.models import get_act_offloading_ctx_manager
 
+import longctx
 from longctx.attention.backends import BACKENDS
 from longctx.attention.kernels import Kernel, prefer
 from longctx.collate import SequenceCollator
+from longctx.data.contents import content_digests
 from longctx.forecast.memory_options import NVME
 from longctx.launch.console import Line, show
 from longctx.layers.compiled import install_compiled
@@ -30,6 +33,7 @@ from longctx.ranks.hang import limit_waiting
 from longctx.run.preparation import PreparedRun
 from longctx.sequence.host_tensors import SavedOnHost
 from longctx.sequence.mesh import select_device
+from longctx.settings.dpo import uses_reference
 from longctx.settings.machine_checks import check_kernels
 from longctx.settings.run import row_length
 from longctx.training.checkpoint.masters import loaded_in_fp32
@@ -51,7 +55,7 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
     """
     run, settings = prepared.run, prepared.run.settings
     name, revision = settings["model_name_or_path"], settings["model_revision"]
-    prefer(settings["attn_implementation"])
+    prefer(settings["attn_implementation"], always_the_same=is_preference(settings) and uses_reference(settings))
     read = partial(
         load_model,
         name,
@@ -120,7 +124,7 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         prepared.data.evaluation.rows if prepared.data.evaluation else None,
         prepared.tokenizer,
         sequence=sequence,
-        objective=_objective(prepared, sequence),
+        objective=_objective(prepared, model, sequence),
         costs=prepared.data.costs,
         report=prepared.data.report,
         mixture=prepared.data.mixture,
@@ -150,23 +154,30 @@ def _prepare_for_trainer(prepared: PreparedRun, model: PreTrainedModel) -> None:
         prepared.tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
 
 
-def _objective(prepared: PreparedRun, sequence: SequenceParallel) -> Objective:
-    """Return the loss and the metrics of the run's method.
-
-    A reference model's log-probabilities are known by what decides how its forward pass rounds, besides the model, its
-    dtype and what is computed together.
-    """
-    run, settings, device = prepared.run, prepared.run.settings, sequence.device
+def _objective(prepared: PreparedRun, model: PreTrainedModel, sequence: SequenceParallel) -> Objective:
+    """Return the loss and the metrics of the run's method."""
+    settings = prepared.run.settings
     if not is_preference(settings):
         return Objective(sequence, settings["label_smoothing_factor"])
+    identity = {**prepared.reference_identity, "arithmetic": _arithmetic(prepared, model, sequence)}
+    return ReferencedPreferenceLoss(
+        sequence, settings, identity=identity, batch_size=settings["precompute_ref_batch_size"]
+    )
+
+
+def _arithmetic(prepared: PreparedRun, model: PreTrainedModel, sequence: SequenceParallel) -> str:
+    """Return what decides how a forward pass rounds, besides the model, its dtype and what is computed together.
+
+    This code is part of it: another release may plan a ring in another way, and so add up in another order.
+    """
+    run, device = prepared.run, sequence.device
     compiled = (f"torch_compile{name}" for name in ("", "_backend", "_mode"))
-    flags = [settings[name] for name in ("attn_implementation", "pad_to_multiple_of", *compiled)]
+    flags = [run.settings[name] for name in ("attn_implementation", "pad_to_multiple_of", *compiled)]
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.get_num_threads()
     of_run = (run.dims, run.backend.arrangement, run.engine, run.memory_options, run.overlaps_exchange, run.liger_parts)
-    arithmetic = repr((*of_run, *flags, place, torch.__version__))
-    identity = {**prepared.reference_identity, "arithmetic": arithmetic}
-    batch_size = settings["precompute_ref_batch_size"]
-    return ReferencedPreferenceLoss(sequence, settings, identity=identity, batch_size=batch_size)
+    kernel, planned_by = attention_kernel(prepared, model).name, getattr(sequence.time_of_plan, "args", ())
+    code = content_digests(sorted(Path(longctx.__file__).parent.rglob("*.py")))
+    return repr((*of_run, *flags, place, kernel, planned_by, code, torch.__version__, transformers.__version__))
 
 
 def _check_kernels(prepared: PreparedRun, model: PreTrainedModel) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,12 +111,3 @@ class StepCounts:
     def of_groups(self) -> list[list[int]]:
         """Return the counts of each sequence group, after `read`."""
         return self._table[:, :-2].tolist()
-
-
-@functools.lru_cache(maxsize=1)
-def host_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of all ranks that takes host tensors. All ranks call it together."""
-    if "cpu:" in (devices := dist.get_backend_config()):
-        return world
-    backend = cast(Any, world)._get_backend(torch.device(devices.partition(":")[0]))
-    return dist.new_group(backend="gloo", timeout=backend.options._timeout)

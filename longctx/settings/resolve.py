@@ -34,7 +34,7 @@ from longctx.settings.rules import fill
 from longctx.settings.run import Facts, Run
 from longctx.settings.values import Settings
 from longctx.training.checkpoint.files import read_manifest
-from longctx.training.checkpoint.folder import check_output, checkpoint_of, default_folder, is_restarted, older_named
+from longctx.training.checkpoint.folder import check_output, checkpoint_of, default_folder, is_restarted
 
 REFUSED_SECONDS = 3.0
 """By how much ranks outlive a rank 0 that refuses, since a launcher stops all of them once one has ended."""
@@ -153,8 +153,7 @@ def _as_before(settings: Settings, world_size: int, device: str) -> tuple[Settin
     checkpoint = checkpoint_of(asked, Path(settings["output_dir"])) if asked is not None and free else None
     if checkpoint is None:
         return settings, ""
-    with older_named(checkpoint):
-        before = read_manifest(checkpoint).choice
+    before = read_manifest(checkpoint).choice
     if not before:
         return settings, ""
     chosen, devices = before["chosen"], f"{world_size} × {device}"

@@ -28,7 +28,7 @@ from longctx.forecast.learned import learn
 from longctx.launch.console import say
 from longctx.launch.terminal import INTERRUPTED
 from longctx.packing import PackingReport
-from longctx.sequence.checks import host_group
+from longctx.ranks.agreement import host_group
 from longctx.settings.flags import STEPS_BEFORE_PROFILE
 from longctx.training.data_order import StepSampler, StreamRead
 from longctx.training.peak_memory import GIB
@@ -85,11 +85,13 @@ class CompareForecast(TrainerCallback):
         if self.is_done or "peak_memory_gib_max" not in logs or state.global_step < min(self.STEP, state.max_steps):
             return
         self.is_done, said = True, "measured"
+        speed, peak = logs["tokens_per_second_per_device"], logs["peak_memory_gib_max"]
         if (predicted := self.expected.known_speed) is not None:
-            speed = logs["tokens_per_second_per_device"]
             said += f" {speed:,.0f} tokens/s a device, and {predicted:,.0f} were predicted;"
-        peak, predicted = logs["peak_memory_gib_max"], self.expected.allocated_bytes / GIB
-        say(f"{said} {peak:.1f} GiB of tensors on the fullest GPU, and {predicted:.1f} were predicted")
+            if self.kernel:
+                learn(self.expected, self.kernel, speed=speed, allocated_bytes=peak * GIB)
+        said += f" {peak:.1f} GiB of tensors on the fullest GPU, and {self.expected.allocated_bytes / GIB:.1f}"
+        say(f"{said} were predicted")
         total = self.expected.machine.device_bytes / GIB
         reserved = max(self.reserved(), default=0) / GIB
         if reserved > self.NEARLY * total > 0:
@@ -97,9 +99,6 @@ class CompareForecast(TrainerCallback):
                 f"memory is nearly full: {reserved:.1f} of {total:.1f} GiB of the fullest GPU are reserved. "
                 "--memory longest or a higher --sp leaves more room"
             )
-        if self.kernel and self.expected.known_speed is not None:
-            speed = logs["tokens_per_second_per_device"]
-            learn(self.expected, self.kernel, speed=speed, allocated_bytes=peak * GIB)
 
 
 class PackingEntry(TrainerCallback):

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from itertools import islice
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -30,43 +30,38 @@ from longctx.sequence.mesh import ParallelDims
 from longctx.sequence.shard import Shard, cut
 
 
+@dataclass(eq=False)
 class StepSampler(Sampler[list[int]]):
     """Batches of row numbers for one data-parallel rank.
 
     An optimizer step takes the next `micro_batch_size × dp × accumulation_steps` rows of one global order, so its rows
     do not depend on how they are spread over ranks and accumulation. The last step of an epoch takes what is left:
     ranks without rows get an empty list, and feed padding, so that collectives stay in step.
-
-    Args:
-        num_rows: rows in the data set.
-        micro_batch_size: rows of one rank in one micro-batch.
-        seed: seed of the order, which changes every epoch; None reads the rows in order.
-        costs: modelled cost of each row, [num_rows]; a step then takes rows of similar cost, and a micro-batch the most
-            similar of them. Ignored without a seed.
-        drop_last: leave out a last step that is not full.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        *,
-        micro_batch_size: int,
-        accumulation_steps: int,
-        dp: int,
-        dp_rank: int,
-        seed: int | None,
-        costs: NDArray[np.floating] | None = None,
-        drop_last: bool = False,
-    ):
-        assert costs is None or len(costs) == num_rows, f"{len(costs)} costs of {num_rows} rows"
-        self.num_rows, self.micro_batch_size, self.accumulation_steps = (
-            num_rows,
-            micro_batch_size,
-            accumulation_steps,
+    num_rows: int
+    """Rows in the data set."""
+    _: KW_ONLY
+    micro_batch_size: int
+    """Rows of one rank in one micro-batch."""
+    accumulation_steps: int
+    dp: int
+    dp_rank: int
+    seed: int | None
+    """Seed of the order, which changes every epoch; None reads the rows in order."""
+    costs: NDArray[np.floating] | None = None
+    """Modelled cost of each row, [num_rows]; a step then takes rows of similar cost, and a micro-batch the most similar
+    of them. Ignored without a seed."""
+    drop_last: bool = False
+    """Whether to leave out a last step that is not full."""
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.costs is None or len(self.costs) == self.num_rows, (
+            f"{len(self.costs)} costs of {self.num_rows} rows"
         )
-        self.dp, self.dp_rank, self.seed, self.drop_last = dp, dp_rank, seed, drop_last
-        self.costs = None if seed is None else costs
-        self.epoch = 0
+        if self.seed is None:
+            self.costs = None
 
     @property
     def rows_per_step(self) -> int:
@@ -359,7 +354,7 @@ class StreamLoader(DataLoader):
     def position_of(self, read: StreamRead, lanes: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
         """Return the position for `go_on_from` from where all lanes stand, as values of JSON."""
         position = self.dataset.stream.position_of([lanes[lane] for lane in sorted(lanes)], read.counts)
-        first_pass = self.first_pass and asdict(self.first_pass)
+        first_pass = asdict(read.report) if read.passes > 1 else None
         return {**position, "passes": read.passes, "first_pass": first_pass}
 
     def go_on_from(self, position: Mapping[str, Any]) -> None:

@@ -225,14 +225,21 @@ def _rows_of_split(
 def _documents(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
 ) -> Dataset:
+    tokenize = partial(tokenize_records, num_proc=settings["dataset_num_proc"])
+    return _tokenized(load_records, tokenize, settings, tokenizer, model_config)
+
+
+def _tokenized(
+    load: Callable[..., Any],
+    tokenize: Callable[..., Any],
+    settings: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: PretrainedConfig,
+) -> Any:
+    """Return the documents of a split, with the place of the record in an error."""
     where = _where(settings)
     try:
-        return tokenize_records(
-            _select(load_records(**where), settings),
-            tokenizer,
-            num_proc=settings["dataset_num_proc"],
-            **_encoding(settings, model_config),
-        )
+        return tokenize(_select(load(**where), settings), tokenizer, **_encoding(settings, model_config))
     except DataError as error:
         raise _named(error, where) from error
 
@@ -293,16 +300,8 @@ def _stream_of_split(
 def _document_stream(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
 ) -> DocumentStream:
-    where = _where(settings)
-    try:
-        return tokenize_stream(
-            _select(stream_records(**where), settings),
-            tokenizer,
-            place=partial(record_place, **where),
-            **_encoding(settings, model_config),
-        )
-    except DataError as error:
-        raise _named(error, where) from error
+    tokenize = partial(tokenize_stream, place=partial(record_place, **_where(settings)))
+    return _tokenized(stream_records, tokenize, settings, tokenizer, model_config)
 
 
 def _where(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,8 +57,13 @@ def _hinge(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
     return torch.relu(1 - flags["beta"] * pairs.delta())
 
 
+def _means(values: tuple[Tensor, Tensor], lengths: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the means over the tokens of each side."""
+    return values[0] / lengths[0], values[1] / lengths[1]
+
+
 def _mean_delta(values: tuple[Tensor, Tensor], lengths: tuple[Tensor, Tensor]) -> Tensor:
-    chosen, rejected = (value / length for value, length in zip(values, lengths, strict=True))
+    chosen, rejected = _means(values, lengths)
     return chosen - rejected
 
 
@@ -118,21 +123,11 @@ def _simpo(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
     return -F.logsigmoid(logits) * (1 - smoothing) - F.logsigmoid(-logits) * smoothing
 
 
-LOSSES: Mapping[str, Loss] = {
-    "sigmoid": _sigmoid,
-    "hinge": _hinge,
-    "ipo": _ipo,
-    "exo_pair": _exo_pair,
-    "nca_pair": _nca_pair,
-    "robust": _robust,
-    "bco_pair": _bco_pair,
-    "sppo_hard": _sppo_hard,
-    "apo_zero": _apo_zero,
-    "apo_down": _apo_down,
-    "discopop": _discopop,
-    "sigmoid_norm": _sigmoid_norm,
-    "simpo": _simpo,
-}
+_LOSSES = (
+    *(_sigmoid, _hinge, _ipo, _exo_pair, _nca_pair, _robust, _bco_pair, _sppo_hard, _apo_zero, _apo_down),
+    *(_discopop, _sigmoid_norm, _simpo),
+)
+LOSSES: Mapping[str, Loss] = {loss.__name__.removeprefix("_"): loss for loss in _LOSSES}
 """Losses of a pair, by TRL's names for --loss_type."""
 
 SFT = "sft"
@@ -259,7 +254,7 @@ class PreferenceLoss(Objective):
         nll = -sums[:, 0, 1] * self.weights.get(SFT, 0.0)
         terms = torch.stack((losses.sum(), nll.sum()))
         with torch.no_grad():
-            of_pairs = pairs.ratios if "simpo" not in self.weights else _means(pairs)
+            of_pairs = pairs.ratios if "simpo" not in self.weights else _means(pairs.logps, pairs.lengths)
             chosen, rejected = (self.flags["beta"] * value for value in of_pairs)
             numbers = [
                 *(losses, nll, torch.ones_like(losses), *lengths.T, *sums[..., 0].T, chosen, rejected),
@@ -291,11 +286,6 @@ class PreferenceLoss(Objective):
             "logits/chosen": totals["logits/chosen"] / chosen,
             "logits/rejected": totals["logits/rejected"] / rejected,
         }
-
-
-def _means(pairs: Pairs) -> tuple[Tensor, Tensor]:
-    chosen, rejected = (value / length for value, length in zip(pairs.logps, pairs.lengths, strict=True))
-    return chosen, rejected
 
 
 def _as_one(logps: Tensor, equal: Tensor) -> Tensor:

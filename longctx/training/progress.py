@@ -7,15 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from rich.text import Text
-from transformers import (
-    PrinterCallback,
-    ProgressCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState
 
 from longctx.launch.console import Line, row_width, say, show, show_for_now, show_row
 from longctx.launch.terminal import number
@@ -106,21 +98,13 @@ class StepLines(TrainerCallback):
         self._evaluated = 0
         """Batches so far in the current evaluation."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._first_step = state.global_step
         self._since = (state.global_step, time.monotonic())
         """The step and the time from which the remaining time is estimated."""
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        logs = kwargs.get("logs")
         if logs is None or not state.is_world_process_zero:
             return
         if "loss" in logs:
@@ -153,19 +137,12 @@ class StepLines(TrainerCallback):
         cells["time_left"] = duration((now - since) / max(state.global_step - step, 1) * left)
         self._table.show(cells, styles)
 
-    def on_prediction_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        eval_dataloader: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_prediction_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
-        self._evaluated += 1
-        if self._evaluated < len(eval_dataloader):
-            show_for_now(f"evaluation: batch {self._evaluated} of {len(eval_dataloader)}")
+        self._evaluated, batches = self._evaluated + 1, len(kwargs["eval_dataloader"])
+        if self._evaluated < batches:
+            show_for_now(f"evaluation: batch {self._evaluated} of {batches}")
         else:  # before its line is logged
             show_for_now("")
             self._evaluated = 0

@@ -25,8 +25,7 @@ from longctx.data.contents import cache_folder, cache_key
 from longctx.launch.console import Line, show
 from longctx.packing import PairedDataset
 from longctx.ranks import hang
-from longctx.ranks.agreement import broadcast_object
-from longctx.sequence.checks import host_group
+from longctx.ranks.agreement import broadcast_object, host_group
 from longctx.sequence.shard import Shard
 from longctx.settings.dpo import uses_reference
 from longctx.training.data_order import StepSampler

@@ -16,7 +16,6 @@ from trl import SFTConfig
 
 from longctx.data import DataError
 from longctx.packing import PackedDataset, PackedStream
-from longctx.training.data_order import StepSampler
 
 logger = logging.getLogger(__name__)
 
@@ -51,16 +50,9 @@ def steps_of_run(args: SFTConfig, rows: PackedDataset | PackedStream, dp: int) -
     """Return the optimizer steps of a whole run: --max_steps, which streams need, or those of its epochs."""
     if args.max_steps > 0 or not isinstance(rows, PackedDataset):
         return args.max_steps
-    sampler = StepSampler(
-        len(rows),
-        micro_batch_size=args.per_device_train_batch_size,
-        accumulation_steps=args.gradient_accumulation_steps,
-        dp=dp,
-        dp_rank=0,
-        seed=None,
-        drop_last=args.dataloader_drop_last,
-    )
-    return math.ceil(args.num_train_epochs * sampler.num_steps)
+    size = args.per_device_train_batch_size * dp * args.gradient_accumulation_steps
+    steps_of_epoch = len(rows) // size if args.dataloader_drop_last else -(-len(rows) // size)
+    return math.ceil(args.num_train_epochs * steps_of_epoch)
 
 
 def _count(rows: PackedDataset | PackedStream, *, at_most: int) -> int:

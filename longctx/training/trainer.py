@@ -41,7 +41,6 @@ from longctx.model.quantized import pieces_placed
 from longctx.model.rows import rows_read
 from longctx.packing import PackedDataset, PackedStream, PackingReport
 from longctx.parallel import SequenceParallel
-from longctx.ranks.agreement import gather_on_first
 from longctx.regions import clock, region
 from longctx.sequence.batch import ShardedBatch
 from longctx.sequence.checks import StepCounts
@@ -63,7 +62,7 @@ from longctx.training.nonfinite import meet_nonfinite
 from longctx.training.objective import Objective
 from longctx.training.progress import print_lines
 from longctx.training.schedule import add_defaults
-from longctx.upstream.accelerate_internals import allow_meta, fsdp2_plugin, keep_sums_in_fp32, save_whole_models
+from longctx.upstream.accelerate_internals import allow_meta, fsdp2_plugin, keep_sums_in_fp32
 from longctx.upstream.transformers_internals import average_running_loss, keep_mode, mean_running_loss
 
 
@@ -142,8 +141,6 @@ class SequenceMixin(EvaluatingMixin):
         """Has the model's `parameters`, listed once, so that clipping does not search all modules in every step."""
         self.has_seen_labels = False
         """Whether any step so far, including those before resuming, had a token with a label. All ranks agree on it."""
-        self.stream_read: StreamRead | None = None
-        """What has been read of a stream up to the end of the current step."""
         self._stream: StreamLoader | None = None
         super().__init__(
             model=model,
@@ -176,8 +173,6 @@ class SequenceMixin(EvaluatingMixin):
         embeddings = nn.ModuleList(module for module in self.model.modules() if isinstance(module, nn.Embedding))
         self._num_weights = count_parameters(self.model) - count_parameters(embeddings)
         keep_sums_in_fp32(self.accelerator)
-        if self.is_fsdp_enabled:
-            save_whole_models(self.accelerator)
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", sequence.dims.world_size))
         print_lines(self, self.step_metrics, ranks_per_node)
         if isinstance(self.train_dataset, PackedStream):
@@ -200,14 +195,10 @@ class SequenceMixin(EvaluatingMixin):
         source = self.train_dataset.source
         return source.reports(self.stream_read.counts) if isinstance(source, MixedStream) else ()
 
-    def stream_position(self) -> dict[str, Any] | None:
-        """Return the position in the stream after the current step on rank 0, else None. Called by all ranks."""
-        if self._stream is None or self.stream_read is None:
-            return None
-        is_first = self.sequence.dims.sp_rank(self.sequence.rank) == 0
-        ranks = gather_on_first(self.stream_read.lanes if is_first else {})
-        lanes = {lane: where for of_rank in ranks for lane, where in of_rank.items()}
-        return self._stream.position_of(self.stream_read, lanes) if lanes else None
+    def position_of(self, read: StreamRead, lanes: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the position in the stream up to where it was read, from where the lanes of all ranks stood then."""
+        assert self._stream is not None, "a stream is read"
+        return self._stream.position_of(read, lanes)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         with self._wrapping():

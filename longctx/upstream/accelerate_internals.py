@@ -138,13 +138,6 @@ def shards_filled(fill: Callable[[dict[str, tuple[Any, Tensor]]], object]) -> It
         fsdp_utils.fsdp2_load_full_state_dict = send
 
 
-def save_whole_models(accelerator: Accelerator) -> None:
-    """Make FSDP save standard folders in checkpoints and output_dir, whatever format the profile asks for."""
-    plugin: Any = accelerator.state.fsdp_plugin
-    plugin.state_dict_config = plugin.optim_state_dict_config = None
-    plugin.set_state_dict_type("FULL_STATE_DICT")
-
-
 def keep_sums_in_fp32(accelerator: Accelerator) -> None:
     """Make FSDP2 under bf16 return per-token losses as computed, and add up gradients over micro-batches in fp32.
 

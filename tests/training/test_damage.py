@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -13,9 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from safetensors.torch import save_file
-from transformers import EarlyStoppingCallback, LlamaConfig, TrainerState
+from transformers import EarlyStoppingCallback, LlamaConfig
 
 from longctx.data import DataError
 from longctx.data.files import _read_text
@@ -23,37 +20,12 @@ from longctx.data.json_records import _elements
 from longctx.model.config_file import check_tokenizer_files
 from longctx.model.files import without_weights
 from longctx.model.tied_head import _lazy_tensors
-from longctx.training.checkpoint.files import CheckpointError, Manifest, check_files, damage_named, read_manifest
-from longctx.training.checkpoint.shards import ParameterShard
-from longctx.training.checkpoint.states import check_side_files
-from longctx.training.checkpoint.storage import StateReader, write_index, write_states
+from longctx.training.checkpoint.files import CheckpointError, check_files, read_manifest
 from longctx.training.checkpoint.trainer import ResumableMixin
 from longctx.untrusted.confined import Bounds, Confined, OutOfBounds
 from longctx.untrusted.files import check_file
 from tests.training.test_training import COMMON, make_documents, write_jsonl
 from tests.workers import call_main
-
-STATE = {"global_step": 1, "log_history": [], "stateful_callbacks": {"EarlyStoppingCallback": {"attributes": [1]}}}
-
-
-def test_side_files_of_a_checkpoint(tmp_path):
-    with pytest.raises(CheckpointError, match=r"random\.json is missing"), damage_named(tmp_path / "random.json"):
-        (tmp_path / "random.json").read_text()
-    TrainerState(global_step=1).save_to_json(str(tmp_path / "trainer_state.json"))
-    state = json.loads((tmp_path / "trainer_state.json").read_text()) | STATE
-    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
-    manifest = Manifest(step=1, layout={}, optimization={}, parameters={}, data={}, progress={})
-    with pytest.raises(CheckpointError, match="stateful_callbacks has no attributes"):
-        check_side_files(tmp_path, manifest, rank=0)
-
-
-def test_states_of_a_checkpoint(tmp_path):
-    states = {"weight": torch.zeros(3), "step": torch.zeros(())}
-    ranges, kinds = write_states(tmp_path, [ParameterShard(name="w", shape=(3,), start=0, states=states)], 0)
-    write_index(tmp_path, [ranges], kinds, {"w": [3]})
-    save_file({"weight|0|w": torch.zeros(3), "step|0|w": torch.zeros(0)}, tmp_path / "states-00000-000.safetensors")
-    with pytest.raises(CheckpointError, match=r"'step\|0\|w' is of type F32 and shape \[0\], expected one value"):
-        StateReader(tmp_path, {"w": [3]}).fill(ParameterShard(name="w", shape=(3,), start=0, states=states))
 
 
 def test_callbacks_of_a_checkpoint():

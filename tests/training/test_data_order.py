@@ -31,30 +31,29 @@ def costs_of(num_rows):
     return np.random.default_rng(num_rows).pareto(2.0, num_rows).round(1) + 1
 
 
-def samplers(num_rows, layout, mode, *, epoch=0, **options):
+def samplers(num_rows, layout, mode, *, seed=7, epoch=0, **options):
     """One sampler for each data-parallel rank."""
     micro_batch_size, dp, accumulation_steps = layout
-    made = [
+    return [
         StepSampler(
             num_rows,
             micro_batch_size=micro_batch_size,
             accumulation_steps=accumulation_steps,
             dp=dp,
             dp_rank=rank,
-            seed=None if mode == "sequential" else 7,
+            seed=None if mode == "sequential" else seed,
             costs=costs_of(num_rows) if mode == "balanced" else None,
+            epoch=epoch,
             **options,
         )
         for rank in range(dp)
     ]
-    for sampler in made:
-        sampler.epoch = epoch
-    return made
 
 
 def steps_read(ranks, accumulation_steps):
     """The rows that all ranks together read in each optimizer step, as sorted lists."""
-    batches = [list(sampler) for sampler in ranks]
+    batches = [list(rank) for rank in ranks]
+    assert len({len(rank) for rank in batches}) == 1
     return [
         sorted(row for rank in batches for batch in rank[start : start + accumulation_steps] for row in batch)
         for start in range(0, len(batches[0]), accumulation_steps)

@@ -16,32 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.packing import balanced_order, shuffled_order
-from longctx.training.data_order import StepLoader, StepSampler
+from longctx.training.data_order import StepLoader
 from longctx.training.nonfinite import documents_of_step
 from tests.small_model import save_small_model
-from tests.training.test_data_order import LAYOUTS, MODES, costs_of
+from tests.training.test_data_order import LAYOUTS, MODES, costs_of, samplers, steps_read
 from tests.training.test_training import write_jsonl
 
 EPOCHS = 4
 
 
-def loaders(num_rows, layout, mode, *, seed=7, drop_last=False):
+def loaders(num_rows, layout, mode, **options):
     """One loader for each data-parallel rank, as the trainer makes them; a batch is a list of row numbers."""
-    micro_batch_size, dp, accumulation_steps = layout
-    samplers = [
-        StepSampler(
-            num_rows,
-            micro_batch_size=micro_batch_size,
-            accumulation_steps=accumulation_steps,
-            dp=dp,
-            dp_rank=rank,
-            seed=None if mode == "sequential" else seed,
-            costs=costs_of(num_rows) if mode == "balanced" else None,
-            drop_last=drop_last,
-        )
-        for rank in range(dp)
-    ]
-    return [StepLoader(range(num_rows), batch_sampler=sampler, collate_fn=list) for sampler in samplers]
+    made = samplers(num_rows, layout, mode, **options)
+    return [StepLoader(range(num_rows), batch_sampler=sampler, collate_fn=list) for sampler in made]
 
 
 def epochs_read(ranks, num_epochs, accumulation_steps):
@@ -50,15 +37,7 @@ def epochs_read(ranks, num_epochs, accumulation_steps):
     for epoch in range(num_epochs):
         for rank in ranks:
             rank.set_epoch(epoch)
-        batches = [list(rank) for rank in ranks]
-        assert len({len(rank) for rank in batches}) == 1
-        starts = range(0, len(batches[0]), accumulation_steps)
-        epochs.append(
-            [
-                sorted(row for rank in batches for batch in rank[start : start + accumulation_steps] for row in batch)
-                for start in starts
-            ]
-        )
+        epochs.append(steps_read(ranks, accumulation_steps))
     return epochs
 
 

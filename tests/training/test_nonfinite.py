@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from longctx.training.nonfinite import NonFiniteError
 from tests.small_model import save_small_model
-from tests.training.test_resume import run_once
+from tests.training.test_resume import LAYOUTS, run_once
 from tests.training.test_training import COMMON, make_documents, write_jsonl
 from tests.workers import run_ranks
 
@@ -41,12 +41,7 @@ def outcomes(cases):
     return {case: outcome(arguments) for case, arguments in cases.items()}
 
 
-LAYOUTS = {
-    "1 process": (1, []),
-    "ring on FSDP2": (2, ["--sp", "2", "--sp_backend", "ring"]),
-    "ulysses on ZeRO-3": (2, ["--sp", "2", "--sp_backend", "ulysses"]),
-    "ulysses on ZeRO-1": (2, ["--sp", "2", "--sp_backend", "ulysses"]),
-}
+LAYOUTS = {name: LAYOUTS[name] for name in ("1 process", "ring on FSDP2", "ulysses on ZeRO-3", "ulysses on ZeRO-1")}
 
 
 @pytest.mark.parametrize(

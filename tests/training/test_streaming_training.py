@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import islice, zip_longest
 from pathlib import Path
 
@@ -20,7 +19,6 @@ import pytest
 from longctx.packing import PackedStream
 from longctx.packing.lanes import lane_of
 from longctx.train import main
-from longctx.training.checkpoint.files import read_manifest, write_manifest
 from tests.reference import train_reference
 from tests.training.test_training import LEARNING_RATE, STEPS, make_documents, relative, write_jsonl
 from tests.workers import run_ranks
@@ -174,19 +172,6 @@ def logged(folder):
     entry, *log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     names = ("step", "loss", "grad_norm", "num_tokens")
     return [{name: step[name] for name in names} for step in log if "loss" in step], entry
-
-
-def test_a_checkpoint_of_a_stream_with_one_order_is_refused(model, tmp_path, capsys):
-    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS[-6:]))
-    flags = [*COMMON, "--overlong", "split", "--model_name_or_path", model, "--dataset_name", data, "--use_cpu", "True"]
-    flags += ["--save_strategy", "steps", "--save_steps", "1", "--output_dir", str(tmp_path / "out")]
-    assert main([*flags, "--max_steps", "1"]) == 0
-    folder = tmp_path / "out" / "checkpoint-1"
-    manifest = read_manifest(folder)
-    assert set(manifest.position["lanes"][0]) == {"read", "waiting", "ready", "digest"}
-    write_manifest(folder, replace(manifest, position={"passes": 1, "first_pass": None, "stream": {}}))
-    assert main([*flags, "--max_steps", "2", "--resume_from_checkpoint", "auto"]) == 2
-    assert "all documents of a stream had one order, and now a stream is read in lanes" in capsys.readouterr().err
 
 
 def test_a_stream_without_labels_ends_with_its_first_pass(model, tmp_path, capsys):

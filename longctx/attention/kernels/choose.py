@@ -40,19 +40,21 @@ FLASH_ATTENTION: dict[str, type[flash_attn.FlashAttentionKernel]] = {
 Shape: TypeAlias = tuple[int, int, bool]
 """Queries, keys, causal."""
 
-_preferred: str | None = None
-"""The name that `prefer` was given last."""
+_preferred: tuple[str | None, bool] = (None, False)
+"""What `prefer` was given last."""
 
 
-def prefer(name: str | None) -> None:
+def prefer(name: str | None, *, always_the_same: bool = False) -> None:
     """Choose, from now on in this process, among the kernels that a name of `attn_implementation` stands for.
 
     Args:
         name: eager for the dense kernel, sdpa for torch's own, one of FLASH_ATTENTION for this package's (torch has a
             FlashAttention-2, too); None for all.
+        always_the_same: whether a batch that is computed again must be rounded as before, so that cuDNN does not take
+            shapes from their second batch on.
     """
     global _preferred
-    _preferred = name
+    _preferred = name, always_the_same
 
 
 def candidates(name: str | None = None) -> Iterator[Kernel]:
@@ -93,12 +95,13 @@ def choose_kernel(
     Raises:
         ValueError: for a dtype that no kernel computes in, or if the named FlashAttention is not exact on CUDA.
     """
-    return _choose(_preferred, device, dtype, head_dim, queries_per_key, windowed, capped)
+    return _choose(*_preferred, device, dtype, head_dim, queries_per_key, windowed, capped)
 
 
 @functools.cache
 def _choose(
     name: str | None,
+    always_the_same: bool,
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
@@ -110,7 +113,8 @@ def _choose(
         raise ValueError(f"No attention kernel computes in {dtype}. Use one of {', '.join(map(str, BOUNDS))}.")
     if device.type == "cpu":
         return CappedDenseKernel() if capped or name == "eager" else CpuFlashKernel()
-    kernel = first_exact(candidates(name), device, dtype, head_dim, queries_per_key, windowed, capped)
+    kernels = (kernel for kernel in candidates(name) if not (always_the_same and isinstance(kernel, CudnnKernel)))
+    kernel = first_exact(kernels, device, dtype, head_dim, queries_per_key, windowed, capped)
     if name in FLASH_ATTENTION and isinstance(kernel, DenseKernel):
         kinds = "".join([", sliding windows"] * windowed + [", soft-capped scores"] * capped)
         reasons = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import json
 import os
 import re
@@ -178,11 +179,20 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check a manifest.
+    """Read and check a manifest, once for each state of the file.
 
     Raises:
         CheckpointError: if there is none that this version can read.
     """
+    state = None
+    with suppress(OSError):
+        found = (folder / MANIFEST).stat()
+        state = found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return _read_manifest(folder, state)
+
+
+@functools.lru_cache(maxsize=64)
+def _read_manifest(folder: Path, state: tuple[int, ...] | None) -> Manifest:
     path = folder / MANIFEST
     try:
         check_folder(folder, subfolders=True)
@@ -282,12 +292,6 @@ def check_same(
             f"{folder} was written with {before} sequences in a step, and this run has {sequences_per_step}. Change "
             "--gradient_accumulation_steps or --per_device_train_batch_size: their product × (processes / sp) has to "
             f"be {before}."
-        )
-    if "stream" in (manifest.position or {}):
-        raise CheckpointError(
-            f"{folder} was written when all documents of a stream had one order, and now a stream is read in lanes, in "
-            "another order. Resume with the version that wrote it, or start again from its weights with "
-            "--model_name_or_path."
         )
     of_evaluation = {values["evaluation"] for values in (manifest.data, data) if values.get("evaluation")}
     if len(of_evaluation) > 1:  # older checkpoints, and runs that do not evaluate, have none

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import fnmatch
-import functools
 import json
 import logging
 import math
@@ -20,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +141,12 @@ def is_restarted(folder: Path, env: Mapping[str, str]) -> bool:
 
 def default_folder(*, resuming: bool) -> Path:
     """Return the folder of a run that names none: the next free name, or the last that is used for one that resumes."""
-    names = (DEFAULT_NAME if number == 1 else f"{DEFAULT_NAME}-{number}" for number in range(1, 10**6))
-    last = Path(DEFAULT_NAME)
-    for folder in map(Path, names):
+    last = folder = Path(DEFAULT_NAME)
+    for number in count(2):
         if not _written(folder) and RunRecord.read(folder) is None:
-            return last if resuming else folder
-        last = folder
-    raise AssertionError("a million folders")
+            break
+        last, folder = folder, Path(f"{DEFAULT_NAME}-{number}")
+    return last if resuming else folder
 
 
 def _written(folder: Path) -> list[str]:
@@ -305,13 +304,6 @@ def next_serial(folder: Path) -> int:
 
 def _serial(folder: Path) -> float:
     """Return the serial of a checkpoint; a damaged one counts as the newest, so that none is taken in its place."""
-    manifest = folder / MANIFEST
-    return _read_serial(folder, manifest.stat().st_mtime_ns if manifest.is_file() else 0)
-
-
-@functools.cache
-def _read_serial(folder: Path, written: int) -> float:
-    """Read a manifest once for all saves of a run, unless it is written anew."""
     try:
         return read_manifest(folder).serial
     except CheckpointError:
@@ -326,24 +318,26 @@ def checkpoint_of(asked: str, folder: Path) -> Path | None:
     """Return the checkpoint that --resume_from_checkpoint names: a path, or the newest for `True` and `auto`.
 
     Raises:
-        CheckpointError: if there is none; `auto` returns None in a folder that no run has written to.
+        CheckpointError: if there is none, or its manifest is damaged; `auto` returns None in a folder that no run has
+            written to.
     """
+    complete = checkpoints(folder)
     if is_path(asked):
         if not Path(asked).is_dir():
             raise CheckpointError(f"--resume_from_checkpoint {asked} is not a folder. Give one, or auto.")
-        with older_named(Path(asked)):
-            read_manifest(Path(asked))
-        return Path(asked)
-    complete = checkpoints(folder)
-    others = [path for path in _named(folder) if path not in complete]
-    newest = max((*complete[:1], *others), key=lambda path: path.stat().st_mtime, default=None)
-    if newest is not None and newest in others:
-        raise CheckpointError(
-            f"--resume_from_checkpoint {asked}: {newest}, the newest checkpoint, has no {MANIFEST}: it holds weights "
-            "alone (--save_only_model), or is another trainer's. To train on from its weights, use "
-            f"--model_name_or_path {newest} and another --output_dir."
-        )
+        complete = [Path(asked)]
+    else:
+        others = [path for path in _named(folder) if path not in complete]
+        newest = max((*complete[:1], *others), key=lambda path: path.stat().st_mtime, default=None)
+        if newest is not None and newest in others:
+            raise CheckpointError(
+                f"--resume_from_checkpoint {asked}: {newest}, the newest checkpoint, has no {MANIFEST}: it holds "
+                "weights alone (--save_only_model), or is another trainer's. To train on from its weights, use "
+                f"--model_name_or_path {newest} and another --output_dir."
+            )
     if complete:
+        with older_named(complete[0]):
+            read_manifest(complete[0])
         return complete[0]
     if asked != "auto":
         raise CheckpointError(
@@ -406,13 +400,10 @@ def rotate(folder: Path, *, limit: int | None, best: str | None) -> None:
     others = [path for path in _named(folder.parent) if path.is_dir()]
     # `folder`, then by age; without serials, later steps are of a run that this one repeats, perhaps because of them.
     others.sort(key=lambda path: (-_serial(path), step_of(path) > now, now - step_of(path)))
-    kept = {path for path in others if path == folder or (best and path == Path(best))}
-    for path in others:
-        if path not in kept and len(kept) < limit:
-            kept.add(path)
-    for path in others:
-        if path not in kept:
-            remove(path)
+    kept = [path for path in others if path == folder or (best and path == Path(best))]
+    rest = [path for path in others if path not in kept]
+    for path in rest[max(limit - len(kept), 0) :]:
+        remove(path)
 
 
 def how_to_resume(folder: Path) -> str:

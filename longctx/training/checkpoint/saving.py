@@ -29,7 +29,6 @@ from trl import SFTConfig
 from longctx.ranks.agreement import (
     LEAVE_SECONDS,
     gather_objects,
-    gather_on_first,
     gathered_on_first,
     on_all_ranks,
     own_channel,
@@ -56,6 +55,7 @@ from longctx.training.checkpoint.shards import WEIGHT, ParameterShard, parameter
 from longctx.training.checkpoint.states import nonfinite_weights, random_file, random_state
 from longctx.training.checkpoint.storage import write_index, write_states
 from longctx.training.checkpoint.weights import names_kept, write_model
+from longctx.training.data_order import StreamRead
 from longctx.training.nonfinite import NonFiniteError
 from longctx.upstream.transformers_internals import log_sums
 
@@ -69,6 +69,8 @@ class SavingMixin(PushingMixin):
 
     save_async = False
     """Whether checkpoints are written while training goes on."""
+    stream_read: StreamRead | None = None
+    """What has been read of a stream up to the end of the current step."""
     _saving: Future[None] | None = None
     _nonfinite_from_start: Sequence[str] = ()
     """Trained parameters with NaN or infinite values before training, such as embeddings of unused words."""
@@ -144,6 +146,9 @@ class SavingMixin(PushingMixin):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """End training once the last checkpoint is there, which may be the best one, or go."""
         self.finish_saving()
+        best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+        if self.args.should_save and best is not None and limit == 1:  # the Trainer would delete them in place
+            rotate(Path(best), limit=limit, best=best)
         return super()._finalize_training(*args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -202,14 +207,17 @@ class SavingMixin(PushingMixin):
             later.append(partial(save_file, copies, path, metadata))
 
         weights = write_model(self, unfinished, exact=in_model, save=save_later if self.save_async else save_file)
-        progress, position = self._all_progress(), self.stream_position()
+        read = self.stream_read
+        progress = {
+            "progress": {"metrics": self.step_metrics.state_dict(), "has_seen_labels": self.has_seen_labels}
+            | log_sums(self),
+            "lanes": {} if read is None or self.sequence.dims.sp_rank(self.sequence.rank) else read.lanes,
+        }
+        expert_load = self.step_metrics.expert_load()
         on_all_ranks(lambda: self._write_state(unfinished))
-        manifest = None
-        pieces: Iterable[ParameterShard] = ()
+        manifest = on_all_ranks(lambda: self._manifest(folder.parent, expert_load))
+        pieces: Iterable[ParameterShard] = () if args.save_only_model else self._pieces()
         leave_out = [WEIGHT] * in_model
-        if not args.save_only_model:
-            manifest = on_all_ranks(lambda: self._manifest(folder.parent, progress, position))
-            pieces = self._pieces()
         if self.save_async:
             pieces = [_copied(piece, leave_out) for piece in pieces if not piece.is_copy]
         random = json.dumps(random_state())
@@ -222,9 +230,9 @@ class SavingMixin(PushingMixin):
             if not args.save_only_model:
                 files.append(random_file(unfinished, args.process_index))
                 files[-1].write_text(random)
-            return {"files": describe_files(unfinished, files), "ranges": ranges, "kinds": kinds}
+            return {"files": describe_files(unfinished, files), "ranges": ranges, "kinds": kinds, **progress}
 
-        return partial(self._commit, folder, write, manifest, self.state.best_model_checkpoint)
+        return partial(self._commit, folder, write, manifest, read, self.state.best_model_checkpoint)
 
     def _pieces(self) -> Iterator[ParameterShard]:
         """Return this rank's ranges, all with the same kinds of states: a parameter without gradients has none yet."""
@@ -238,23 +246,27 @@ class SavingMixin(PushingMixin):
         folder: Path,
         write: Callable[[], dict[str, Any]],
         manifest: Manifest | None,
+        read: StreamRead | None,
         best: str | None,
     ) -> None:
         """Let every rank write, describe the files, and give the folder its name. No collective is called.
 
         Args:
             write: writes this rank's files, and returns what describes them.
-            manifest: without its files, on rank 0; None with --save_only_model.
+            manifest: without what ranks report, on rank 0; None with --save_only_model.
+            read: of a stream, up to the step.
         """
         args, channel = self.args, self._channel
         with self._writing(folder) as unfinished:
             reports = gathered_on_first(write, channel)
-            on_all_ranks(lambda: self._describe(unfinished, reports, manifest), channel)
+            on_all_ranks(lambda: self._describe(unfinished, reports, manifest, read), channel)
             on_all_ranks(lambda: self._place(unfinished, folder), channel)
             if args.should_save:  # once the checkpoint is on all nodes
                 rotate(folder, limit=args.save_total_limit, best=best)
 
-    def _describe(self, unfinished: Path, reports: list[dict[str, Any]], manifest: Manifest | None) -> None:
+    def _describe(
+        self, unfinished: Path, reports: list[dict[str, Any]], manifest: Manifest | None, read: StreamRead | None
+    ) -> None:
         """Write the index and the manifest on rank 0, once all files are flushed to disk.
 
         Args:
@@ -269,7 +281,10 @@ class SavingMixin(PushingMixin):
         own = [path for path in unfinished.rglob("*") if path.is_file() and not path.name.startswith(_OF_RANKS)]
         known |= describe_files(unfinished, [path for path in own if str(path.relative_to(unfinished)) not in known])
         if manifest is not None:
-            write_manifest(unfinished, replace(manifest, files=known))
+            progress = manifest.progress | {"ranks": [report["progress"] for report in reports]}
+            lanes = {int(lane): where for report in reports for lane, where in report["lanes"].items()}
+            position = None if read is None else self.position_of(read, lanes)
+            write_manifest(unfinished, replace(manifest, files=known, progress=progress, position=position))
             if self.args.save_on_each_node:
                 self._channel.set("manifest", (unfinished / MANIFEST).read_text())
 
@@ -304,9 +319,12 @@ class SavingMixin(PushingMixin):
                 self._export_callbacks()
             self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
-    def _manifest(self, output_dir: Path, progress: dict[str, Any], position: dict[str, Any] | None) -> Manifest | None:
-        """Return what a checkpoint says of itself, except for its files, on rank 0."""
-        if not self.is_world_process_zero():
+    def _manifest(self, output_dir: Path, expert_load: list[list[float]]) -> Manifest | None:
+        """Return what a checkpoint says of itself, except for what ranks report, on rank 0.
+
+        There is none with --save_only_model.
+        """
+        if self.args.save_only_model or not self.is_world_process_zero():
             return None
         record = RunRecord.read(output_dir)
         return Manifest(
@@ -315,8 +333,7 @@ class SavingMixin(PushingMixin):
             optimization=optimization_flags(self.args),
             parameters=trained_shapes(self.model_wrapped),
             data=dict(self.data_identity()),
-            progress=progress | {"max_steps": self.state.max_steps},
-            position=position,
+            progress={"max_steps": self.state.max_steps, "expert_load": expert_load},
             run=record.id if record else "",
             began=record.began if record else "",
             choice=record.choice if record else {},
@@ -332,11 +349,6 @@ class SavingMixin(PushingMixin):
                     held.append(state)
                 else:
                     self.state.stateful_callbacks[name] = state
-
-    def _all_progress(self) -> dict[str, Any]:
-        """Return what has to go on in the log: of all ranks on rank 0, and the sums of what they add up."""
-        own = {"metrics": self.step_metrics.state_dict(), "has_seen_labels": self.has_seen_labels} | log_sums(self)
-        return {"ranks": gather_on_first(own), "expert_load": self.step_metrics.expert_load()}
 
 
 def optimization_flags(args: SFTConfig) -> dict[str, Any]:

@@ -134,7 +134,6 @@ class StateReader:
             last_step: the step of the checkpoint, which bounds the optimizer's step counts.
         """
         self.folder, self.parameters, self.last_step = folder, parameters, last_step
-        self._open: dict[Path, safe_open] = {}
         self._stored: dict[Path, tuple[BufferedReader, dict[str, StoredWeight]]] = {}
         self._buffer = np.empty(BLOCK_BYTES, dtype=np.uint8)
         self._weight_map: dict[str, str] | None = None
@@ -175,43 +174,40 @@ class StateReader:
             upto = min(end, stop)
             path = self.folder / self._files[files[number]]
             with damage_named(path):
-                values = self._read(path, f"{kind}|{start}|{piece.name}", end - start, slice(at - start, upto - start))
-                check_values(kind, values, name=piece.name, path=path, last_step=self.last_step)
-                if not target.dim():
-                    target.copy_(values)
-                    return
-                target[at - piece.start : upto - piece.start].copy_(values)
+                key, is_scalar = f"{kind}|{start}|{piece.name}", not target.dim()
+                part = target if is_scalar else target[at - piece.start : upto - piece.start]
+                self._read(path, key, [] if is_scalar else [end - start], 0 if is_scalar else at - start, part)
+                check_values(kind, part, name=piece.name, path=path, last_step=self.last_step)
+            if is_scalar:
+                return
             at = upto
 
-    def _read(self, path: Path, key: str, length: int, part: slice) -> Tensor:
-        """Read a part of a range, or the one value of a parameter."""
-        found = self._file(path).get_slice(key)
-        shape, dtype = found.get_shape(), found.get_dtype()
-        is_scalar = self.kinds[key.partition("|")[0]]
-        if shape != ([] if is_scalar else [length]) or dtype not in _DTYPES:
+    def _read(self, path: Path, key: str, shape: Sequence[int], first: int, into: Tensor) -> None:
+        """Read the values of a stored tensor from the `first` on.
+
+        A mapped file, of which the system would read ahead, is not used.
+        """
+        if path not in self._stored:
+            with safe_open(path, framework="pt"):
+                pass  # which checks the header
+            self._stored[path] = path.open("rb"), dict(stored_in(path))
+        file, stored = self._stored[path]
+        found = stored.get(key)
+        if found is None:
+            raise SafetensorError(f"File does not contain tensor {key}")
+        if found.shape != tuple(shape) or found.kind not in _DTYPES:
             raise ValueError(
-                f"{key!r} is of type {dtype} and shape {shape}, expected {'one value' if is_scalar else f'[{length}]'} "
+                f"{key!r} is of type {found.kind} and shape {list(found.shape)}, expected {list(shape) or 'one value'} "
                 f"of {', '.join(_DTYPES)}"
             )
-        values: Tensor = self._file(path).get_tensor(key) if is_scalar else found[part]
-        return values
+        found.read(first, into, self._buffer, file)
 
     def _fill_from_model(self, piece: ParameterShard, target: Tensor) -> None:
-        """Read a range of a weight from the model's files: not mapped ones, in which the system would read ahead."""
+        """Read a range of a weight from the model's files."""
         with damage_named(self.folder / SAFE_WEIGHTS_INDEX_NAME):
             path = self._model_file(piece.name)
         with damage_named(path):
-            if path not in self._stored:
-                self._file(path)  # which checks the header
-                self._stored[path] = path.open("rb"), dict(stored_in(path))
-            file, stored = self._stored[path]
-            found = stored[piece.name]
-            if found.shape != piece.shape or found.kind not in _DTYPES:
-                raise ValueError(
-                    f"{piece.name} is of type {found.kind} and shape {list(found.shape)}, expected {list(piece.shape)} "
-                    f"of {', '.join(_DTYPES)}"
-                )
-            found.read(piece.start, target, self._buffer, file)
+            self._read(path, piece.name, piece.shape, piece.start, target)
             check_values(WEIGHT, target, name=piece.name, path=path)
 
     def _model_file(self, name: str) -> Path:
@@ -223,14 +219,6 @@ class StateReader:
         if Path(file).name != file:
             raise CheckpointError(f"{self.folder / SAFE_WEIGHTS_INDEX_NAME} names {file!r}, outside its folder.")
         return self.folder / file
-
-    def _file(self, path: Path) -> safe_open:
-        if path not in self._open:
-            try:
-                self._open[path] = safe_open(path, framework="pt").__enter__()
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} cannot be read ({error}). Resume from an earlier checkpoint.") from None
-        return self._open[path]
 
 
 def _checked_ranges(name: str, held: Any, numel: int, num_files: int) -> tuple[list[int], list[int]]:

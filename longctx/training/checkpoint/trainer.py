@@ -138,28 +138,23 @@ class ResumableMixin(SavingMixin):
     def _say_what_is_left(self, folder: Path, manifest: Manifest) -> None:
         before, now = manifest.progress.get("max_steps"), self.state.max_steps
         if manifest.step >= now:
-            logger.warning(
-                "%s is of step %d, and this run has %d: nothing is left to train. For more, raise --max_steps or "
-                "--num_train_epochs.",
-                folder,
-                manifest.step,
-                now,
+            said = (
+                f"is of step {manifest.step}, and this run has {now}: nothing is left to train. For more, raise "
+                "--max_steps or --num_train_epochs."
             )
         elif self.has_stopped_early:
-            logger.warning(
-                "%s is of step %d, after which the run stopped early: nothing is left to train. For more, raise "
-                "--early_stopping_patience.",
-                folder,
-                manifest.step,
+            said = (
+                f"is of step {manifest.step}, after which the run stopped early: nothing is left to train. For more, "
+                "raise --early_stopping_patience."
             )
         elif before not in (None, now):
-            logger.warning(
-                "%s is of a run of %d steps, and this one has %d: from here on its learning rates are those of such a "
-                "run.",
-                folder,
-                before,
-                now,
+            said = (
+                f"is of a run of {before} steps, and this one has {now}: from here on its learning rates are those of "
+                "such a run."
             )
+        else:
+            return
+        logger.warning("%s %s", folder, said)
 
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume: str | None, trial: Any

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from longctx.ranks.agreement import broadcast_object, gather_objects, gather_on_first, on_all_ranks
+from longctx.ranks.agreement import broadcast_object, gather_objects, gathered_on_first, on_all_ranks
 from longctx.training.checkpoint.shards import name_without_wrappers
 from longctx.upstream.accelerate_internals import fsdp1_ranges, fsdp2_plugin
 from longctx.upstream.deepspeed_internals import is_managed
@@ -55,9 +55,7 @@ def write_model(trainer: Any, folder: Path, *, exact: bool = False, save: Save =
         owners = args.world_size
         if args.save_on_each_node or args.save_only_model:  # other nodes may not see the folder
             owners = gather_objects(args.process_index - args.local_process_index).count(0)
-        return on_all_ranks(
-            lambda: write_weights(model, folder, rank=args.process_index, owners=owners, exact=exact, save=save)
-        )
+        return write_weights(model, folder, rank=args.process_index, owners=owners, exact=exact, save=save)
     on_all_ranks(lambda: trainer._save(str(folder), states))
     return []
 
@@ -106,7 +104,8 @@ def write_weights(
         This rank's files.
 
     Raises:
-        OSError, SafetensorError: if this rank could not write a file, once all ranks are through.
+        OSError, SafetensorError, RefusedOnAllRanks: once all ranks are through, on the one that could not write a file,
+            and on the others.
     """
     held = _held(model)
     files = list(_files(held, exact=exact))
@@ -131,19 +130,19 @@ def write_weights(
             if is_owner:
                 written[path] = writer.submit(write, path, layers)
             del layers
-    errors = [error for file in written.values() if (error := file.exception())]
-    parts = gather_on_first([file.result() for file in written.values() if not file.exception()])
-    if errors:
-        raise errors[0]
-    if len(files) > 1 and rank == 0:
+    reports = gathered_on_first(lambda: [file.result() for file in written.values()])
+
+    def write_index() -> None:
         index = {
             "metadata": {
                 "total_parameters": sum(prod(_shape(tensor)) for tensor in held.values()),
-                "total_size": sum(size for of_rank in parts for _, size in of_rank),
+                "total_size": sum(size for report in reports for _, size in report),
             },
-            "weight_map": {name: file for of_rank in parts for names, _ in of_rank for name, file in names.items()},
+            "weight_map": {name: file for report in reports for names, _ in report for name, file in names.items()},
         }
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    on_all_ranks(lambda: write_index() if len(files) > 1 and rank == 0 else None)
     return [*written]
 
 
