@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import longctx
-from longctx.launch import spawn
 from longctx.launch.accelerate import relaunch, who_starts
 from longctx.launch.slurm import join_step
 from longctx.launch.store import check_restarts
@@ -22,13 +21,9 @@ from longctx.ranks import FAILED, is_first_on_node, is_first_rank
 from longctx.settings.flags import SFT
 from longctx.settings.help import help_asked
 from longctx.settings.launcher import Launcher, read_profile
-from longctx.settings.processes import count_to_start
 from longctx.settings.read import parse_flags
-from longctx.settings.rules import fill
 from longctx.settings.schema import Method
 from longctx.settings.values import Settings
-from longctx.training.engines import prefer_huge_pages, set_up_allocators
-from longctx.upstream.deepspeed_internals import stay_on_cpu
 
 if TYPE_CHECKING:
     from longctx.settings.run import Run
@@ -71,6 +66,9 @@ def start(
         try:
             settings = parse_flags(arguments, method)
             launcher = take_over(settings, method.module)
+            from longctx.settings.processes import count_to_start
+            from longctx.settings.rules import fill
+
             settings = fill(complete(settings, launcher), launcher)
             count = count_to_start(settings, launcher)
         except ValueError as error:
@@ -81,7 +79,11 @@ def start(
             if count:
                 who = who_starts(count, method.module, only_one_started=launcher.only_one_started)
                 print(f"longctx: {who}", flush=True)
-                return spawn.spawn(count, list(settings.arguments), method.module, how_to_resume=how_to_resume)
+                from longctx.launch.spawn import spawn
+
+                return spawn(count, list(settings.arguments), method.module, how_to_resume=how_to_resume)
+            from longctx.training.engines import prefer_huge_pages, set_up_allocators
+
             quieten()
             prefer_huge_pages()
             set_up_allocators()
@@ -107,7 +109,10 @@ def take_over(settings: Settings, module: str) -> Launcher:
     if settings["accelerate_config"] is not None:
         if is_first_rank():
             say_hello(longctx.__version__)  # accelerate's launcher takes seconds, too
-        if spawn.device_count() == 0:
+        from longctx.launch.spawn import device_count
+        from longctx.upstream.deepspeed_internals import stay_on_cpu
+
+        if device_count() == 0:
             stay_on_cpu()  # else DeepSpeed, which it imports, says on stdout that it looks for a GPU
         is_launched = launcher.launched or launcher.by_accelerate
         relaunch(settings, settings.arguments, is_launched=is_launched, module=module)
@@ -188,6 +193,7 @@ def _without_collections() -> Iterator[None]:
 def dry_run(run: Run) -> int:
     """Print the resolved run and what it finds on this machine, and return the exit code."""
     from longctx.launch.console import show_summary
+    from longctx.upstream.deepspeed_internals import stay_on_cpu
 
     stay_on_cpu()
     from longctx.run.preflight import preflight
@@ -207,6 +213,8 @@ def prepare_only(run: Run) -> int:
 
     if not is_first_on_node():
         return 0
+    from longctx.upstream.deepspeed_internals import stay_on_cpu
+
     stay_on_cpu()
     from longctx.data.contents import cache_folder
     from longctx.run import prepare_data
