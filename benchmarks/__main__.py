@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 MINUTES = {
+    "attention": "10",
     "closed_form": "1, 20 with --traces",
     "differential": "as --minutes says",
     "elsewhere": "15",

@@ -151,38 +151,38 @@ def test_light_modules_stay_light(statement, unwanted) -> None:
 
 class Budget(NamedTuple):
     most: int
-    """Lines that hold code: no blank line, comment or docstring. Once a room is rebuilt, what it has reached."""
-    rebuilt: bool = False
-    """Whether the room has to keep to its budget. The sizes of other rooms are printed as a warning."""
+    """Lines that hold code: no blank line, comment or docstring."""
+    reached: int = 0
+    """The size of a room that is above its budget. It may only fall; such rooms are printed as a warning."""
 
 
 # A room is a folder of longctx/, or several; `top level` are the modules beside the folders.
 ROOMS = {
-    "settings": Budget(1_450),
-    "launch": Budget(410),
-    "run": Budget(540),
-    "verify": Budget(455),
-    "report": Budget(520),
-    "untrusted": Budget(160),
-    "upstream": Budget(225),
-    "machine": Budget(300),
-    "forecast": Budget(1_120),
-    "data": Budget(1_250),
-    "packing": Budget(705),
-    "collate + sequence": Budget(490),
-    "attention": Budget(1_310),
-    "ring": Budget(1_000),
-    "ulysses": Budget(325),
-    "recurrent": Budget(490),
-    "layers": Budget(1_290),
-    "model": Budget(1_210),
-    "training": Budget(2_120),
-    "ranks": Budget(110),
-    "top level": Budget(930),
-    "library": Budget(17_000),
-    "tests": Budget(21_000),
-    "benchmarks": Budget(8_000),
-    "words of README and docs": Budget(17_000),
+    "settings": Budget(1_450, 2_914),
+    "launch": Budget(410, 636),
+    "run": Budget(540, 965),
+    "verify": Budget(455, 638),
+    "report": Budget(520, 981),
+    "untrusted": Budget(160, 267),
+    "upstream": Budget(225, 278),
+    "machine": Budget(300, 401),
+    "forecast": Budget(1_120, 1_604),
+    "data": Budget(1_250, 2_792),
+    "packing": Budget(705, 1_108),
+    "collate + sequence": Budget(490, 832),
+    "attention": Budget(1_310, 1_720),
+    "ring": Budget(1_000, 1_238),
+    "ulysses": Budget(325, 401),
+    "recurrent": Budget(490, 628),
+    "layers": Budget(1_290, 1_724),
+    "model": Budget(1_210, 2_234),
+    "training": Budget(2_120, 4_124),
+    "ranks": Budget(110, 430),
+    "top level": Budget(930, 1_065),
+    "library": Budget(17_000, 26_980),
+    "tests": Budget(21_000, 39_086),
+    "benchmarks": Budget(8_000, 11_762),
+    "words of README and docs": Budget(17_000, 19_041),
 }
 LONGEST_FILE = 450
 
@@ -234,9 +234,10 @@ def test_rooms_keep_to_their_budgets() -> None:
         for room, budget in ROOMS.items()
         if sizes[room] > budget.most
     }
-    if waiting := [text for room, text in above.items() if not ROOMS[room].rebuilt]:
-        warnings.warn("\n".join(["rooms above their budgets that are not rebuilt yet", *waiting]), stacklevel=1)
-    assert not [text for room, text in above.items() if ROOMS[room].rebuilt], "delete, or take lines from another room"
+    if above:
+        warnings.warn("\n".join(["rooms above their budgets", *above.values()]), stacklevel=1)
+    grown = [text for room, text in above.items() if sizes[room] > ROOMS[room].reached]
+    assert not grown, "delete, or take lines from another room"
 
 
 def test_no_file_is_longer_than_one_can_read() -> None:

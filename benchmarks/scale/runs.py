@@ -144,7 +144,6 @@ class _Meter:
         _around(ResumableMixin, "_restore", before=self._begin, after=lambda _: self._end("resuming"))
         _around(ResumableMixin, "_save_checkpoint", before=self._begin, after=lambda _: self._end("saving"))
         _around(SequenceTrainer, "training_step", after=lambda _: self._started())
-        _around(storage.StateReader, "_read", after=self._ask)
         _around(DTensor, "full_tensor", after=self._gather)
         self._count_rows(StoredWeight)
         sys.addaudithook(lambda event, of: self._open(of[0]) if event == "open" else None)
@@ -195,9 +194,6 @@ class _Meter:
 
     def _gather(self, whole: Any) -> None:
         self.gathered += whole.nbytes
-
-    def _ask(self, values: Any) -> None:
-        self.asked += values.nbytes
 
     def _count_rows(self, stored: Any) -> None:
         read = stored.read
