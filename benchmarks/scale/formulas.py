@@ -31,8 +31,8 @@ BUFFER = 4 << 20
 """Through which a rank reads rows."""
 FIXED, MODULE = 6 << 20, 36 << 10
 """Host memory of a loading rank that does not grow with the model's width: once, and for each parameter's module."""
-MEETINGS = 8
-"""Of all ranks over the store in a save, of which one gathers reports."""
+MEETINGS, GATHERINGS = 9, 2
+"""Of all ranks over the store in a save, and how many of these gather reports: of weights, and of all files."""
 STATES = ("exp_avg", "exp_avg_sq", "step")
 DIGEST = "0" * 32
 HEAD = "lm_head.weight"
@@ -232,7 +232,7 @@ def host_in_saving(weights: Sequence[int], states: Sequence[int], *, is_async: b
 
 
 def report_of(model: Model, rank: int, ranges: Ranges, num_ranks: int) -> int:
-    """Return the bytes of what a rank tells rank 0 of its files in a save."""
+    """Return the bytes of what a rank tells rank 0 in a save: its weights, its files and its progress."""
     weights, states = weights_written(model, rank, num_ranks), states_written(model, ranges)
     count = len(model.files)
     numbers = range(rank + 1, count + 1, num_ranks)
@@ -242,15 +242,18 @@ def report_of(model: Model, rank: int, ranges: Ranges, num_ranks: int) -> int:
     files = dict(zip([*names, *ranges], [*weights, *states], strict=True)) | {f"random-{rank:05d}.json": RANDOM}
     described = {name: {"bytes": size, "xxh3": DIGEST} for name, size in files.items()}
     kinds = {kind: kind == "step" for kind in model.kinds}
-    return len(json.dumps({"files": described, "ranges": ranges, "kinds": kinds}))
+    of_files = {"files": described, "ranges": ranges, "kinds": kinds, "progress": PROGRESS, "lanes": {}}
+    held = zip(names, weights, model.files[rank::num_ranks], strict=True)
+    of_weights = [[dict.fromkeys(tensors, file), size] for file, size, tensors in held]
+    return len(json.dumps(of_files)) + len(json.dumps(of_weights))
 
 
 def calls_in_saving(rank: int, num_ranks: int) -> int:
-    """Return how often a rank writes to the store in a save; rank 0 also fetches and deletes each rank's report.
+    """Return how often a rank writes to the store in a save; rank 0 also deletes each rank's reports.
 
     Ranks that wait for others ask again and again, less and less often, which depends on time and is not counted.
     """
-    return 2 * MEETINGS + (MEETINGS + num_ranks if rank == 0 else 0)
+    return 2 * MEETINGS + (MEETINGS + GATHERINGS * num_ranks if rank == 0 else 0)
 
 
 def index_bytes(model: Model, layout: Sequence[Ranges]) -> int:
@@ -324,8 +327,8 @@ def read_in_checking(model: Model, layout: Sequence[Ranges], num_ranks: int) -> 
 
 
 def host_in_resuming(model: Model, num_ranks: int) -> int:
-    """Return a rank's host memory while it resumes: its moments, and the mapped files that it copies them from."""
-    return 16 * elements(model, 0, num_ranks) + BUFFER
+    """Return a rank's host memory while it resumes: its moments, which it reads through a buffer."""
+    return 8 * elements(model, 0, num_ranks) + BUFFER
 
 
 # Seconds
