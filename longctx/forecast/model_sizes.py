@@ -87,6 +87,8 @@ class ModelSizes:
         heads, key_value_heads = num_heads(config)
         width, experts = _mlp_width(text)
         recurrent = num_recurrent_layers(config)
+        attention = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
+        latent = [module for module in attention if hasattr(module, "kv_b_proj")] or attention
         norms = [_norm_widths(layer, text.hidden_size, heads, key_value_heads, head_size(config)) for layer in layers]
         return cls(
             num_parameters=count_parameters(model),
@@ -106,7 +108,7 @@ class ModelSizes:
             num_attention_layers=num_mixing_layers(config) - recurrent if recurrent else None,
             norm_width=max(width for width, _ in norms),
             head_norm_width=max(width for _, width in norms),
-            projection_parameters=_linear_parameters(layers[-1].self_attn) if is_latent(config) else None,
+            projection_parameters=_linear_parameters(latent[0]) if is_latent(config) else None,
         )
 
 

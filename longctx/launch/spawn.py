@@ -105,9 +105,10 @@ def spawn(
             _stop(ranks)
             for number, handler in before.items():
                 signal.signal(number, handler)
-        if asked and (len(ranks) < num_processes or -asked[0] in codes):  # before ranks could save anything
-            return 128 + asked[0]
-        return _report(codes, [rank.pid for rank in ranks], seen, folder, how_to_resume)
+        if asked and (len(ranks) < num_processes or (-asked[0] in codes and not decision_in(folder))):
+            return 128 + asked[0]  # before there was anything to say
+        code = _report(codes, [rank.pid for rank in ranks], seen, folder, how_to_resume)
+        return 128 + asked[0] if asked and -asked[0] in codes else code
 
 
 def environment_of(rank: int, num_processes: int, folder: Path) -> dict[str, str]:

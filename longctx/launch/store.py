@@ -119,9 +119,12 @@ def renew_store(env: MutableMapping[str, str]) -> None:
     key = f"longctx/folder/{attempt}"
     if env["RANK"] == "0":
         folder, lock = _new_folder()
-        atexit.register(_leave, folder, lock)
         agents.set(key, str(folder))
-    env.update(store_file(Path(agents.get(key).decode())))
+    else:
+        folder = Path(agents.get(key).decode())
+        lock = _hold(folder)
+    atexit.register(_leave, folder, lock)
+    env.update(store_file(folder))
 
 
 # What rank 0 decides, before there is a process group
@@ -164,18 +167,19 @@ def share_decision(decided: Mapping[str, Any] | None, seconds: float) -> dict[st
             f"({str(error).splitlines()[0]}). Check that all nodes reach this address."
         ) from error
     if hosts:
-        atexit.register(_wait_for_readers, store, f"{key}/read", int(os.environ["WORLD_SIZE"]) - 1)
+        import psutil
+
+        until = time.monotonic() + READ_SECONDS + time.time() - psutil.Process().create_time()
+        atexit.register(_wait_for_readers, store, f"{key}/read", int(os.environ["WORLD_SIZE"]) - 1, until)
     return dict(decided)
 
 
-def _wait_for_readers(store: TCPStore, key: str, readers: int) -> None:
+def _wait_for_readers(store: TCPStore, key: str, readers: int, until: float) -> None:
     """Keep the store of a process that ends until all ranks have read what it has decided.
 
-    They started when it did, so those that have not come after twice its time, and READ_SECONDS, do not come.
+    They started when it did, so those that have not come after twice the time that it took to decide, and READ_SECONDS,
+    do not come.
     """
-    import psutil
-
-    until = time.monotonic() + READ_SECONDS + time.time() - psutil.Process().create_time()
     while store.add(key, 0) < readers and time.monotonic() < until:
         time.sleep(0.05)
 

@@ -261,8 +261,8 @@ class _Meeting:
         return RefusedOnAllRanks(message, is_mine=rank == self.rank)
 
     def wait_for(self, rank: int) -> None:
-        """Wait until a rank has finished its work."""
-        self._wait(functools.partial(self.store.check, [f"ready/{rank}"]), watched=rank)
+        """Wait for this rank's turn, after another has finished its work."""
+        self._wait(functools.partial(self.store.check, [f"ready/{rank}"]))
 
     def wait_for_all(self) -> None:
         """Wait until every rank has finished its work."""
@@ -271,7 +271,7 @@ class _Meeting:
             self.peers.who(0)  # to name it, should the store end with it
             return
         for rank in range(1, self.world_size):
-            self.wait_for(rank)
+            self._wait(functools.partial(self.store.check, [f"ready/{rank}"]), watched=rank)
         self.store.set("all ready", "")
 
     def results(self) -> list[Any]:

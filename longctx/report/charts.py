@@ -81,13 +81,19 @@ CHARTS = (
     Chart("Learning rate", ("learning_rate",), (0,)),
 )
 
+
+def _typical(values: Sequence[float]) -> float:
+    """Return the median without the first step, which includes what is set up once."""
+    return median_high(values[1:] or values)
+
+
 TILES: tuple[tuple[str, str, Callable[[Sequence[float]], float], Callable[[float], str]], ...] = (
     ("last loss", "loss", lambda values: values[-1], _four_digits),
     ("last evaluation", "eval_loss", lambda values: values[-1], _four_digits),
     ("tokens", "num_tokens", max, number),
-    ("tokens/s", "tokens_per_second", median_high, number),
-    ("tokens/s/device", "tokens_per_second_per_device", median_high, number),
-    ("MFU", "mfu", median_high, "{:.0%}".format),
+    ("tokens/s", "tokens_per_second", _typical, number),
+    ("tokens/s/device", "tokens_per_second_per_device", _typical, number),
+    ("MFU", "mfu", _typical, "{:.0%}".format),
     ("peak GPU memory", "peak_memory_gib_max", max, "{:.3g} GiB".format),
     ("host memory/rank", "peak_host_memory_gib_max", max, "{:.3g} GiB".format),
 )
@@ -136,7 +142,7 @@ def _lines(chart: Chart, history: Sequence[Mapping[str, Any]]) -> Iterator[Serie
     for i, (name, key) in enumerate(zip(chart.names or (chart.title,), chart.keys, strict=True)):
         points = [(step, value) for step, value in _points(history, key) if math.isfinite(value)]
         look = f"c{i}"
-        if not points or points in seen:  # one device is both the fullest and the emptiest
+        if not points or (chart.names is _RANKS and points in seen):  # one device is the fullest and the emptiest
             continue
         seen.append(points)
         if name != "training" or len(points) < SMOOTHED_FROM:

@@ -48,7 +48,8 @@ def describe_memory(run: Run, peak: PeakMemory, longest_row: int, model: torch.n
     Args:
         longest_row: tokens of the longest micro-batch, padding included.
     """
-    shape = replace(run.shape, model=ModelSizes.of_model(model))
+    norms = {name: getattr(run.shape.model, name) for name in ("norm_width", "head_norm_width")}  # unknown once sharded
+    shape = replace(run.shape, model=replace(ModelSizes.of_model(model), **norms))
     kinds = peak.to_dict()
     del kinds["allocation_retries"]
     lines = [

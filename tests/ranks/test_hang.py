@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from longctx.launch.failures import failures_told
 from longctx.launch.store import meeting_point, private_folder, store_file
 from longctx.ranks import agreement
-from longctx.ranks.agreement import broadcast_object, gather_objects, on_all_ranks
+from longctx.ranks.agreement import broadcast_object, gather_objects, main_process_first, on_all_ranks
 from longctx.ranks.hang import WATCH, describe_hang, limit_waiting, patience, record_collectives
 from longctx.ranks.peers import current_peers
 from tests.workers import run_ranks, start_warm_server
@@ -88,6 +89,10 @@ def be_rank(rank, world_size, fault, bad, folder, store):
     try:
         with failures_told(lambda: "Resume.", TIMEOUT, folder):
             on_all_ranks(lambda: None)
+            if fault == "killed before its turn":
+                if rank == bad:
+                    threading.Timer(1.0, meet, [fault, folder]).start()
+                main_process_first(lambda: wait_for(folder / "error-2") if rank == 0 else None, folder)
             limit_waiting(TIMEOUT, folder)
             dist.barrier()
             calls.clear()
@@ -98,6 +103,12 @@ def be_rank(rank, world_size, fault, bad, folder, store):
             dist.all_reduce(torch.ones(1))
     finally:
         (folder / f"calls-{rank}").write_text(str(len(calls)))
+
+
+def wait_for(path):
+    until = time.monotonic() + 20
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.1)
 
 
 def count_calls():
@@ -120,7 +131,13 @@ def meet(fault, folder):
 
 @pytest.mark.parametrize(
     ("fault", "bad", "keeps_store"),
-    [("killed", 1, False), ("killed", 0, True), ("killed in a meeting", 1, True), ("killed in a meeting", 0, True)],
+    [
+        ("killed", 1, False),
+        ("killed", 0, True),
+        ("killed in a meeting", 1, True),
+        ("killed in a meeting", 0, True),
+        ("killed before its turn", 1, True),
+    ],
     ids=str,
 )
 def test_a_killed_rank_is_named_by_all_and_printed_once(fault, bad, keeps_store):

@@ -130,6 +130,20 @@ def test_the_best_model_is_chosen_on_one_evaluation_data_set(tmp_path, capsys):
     assert main([*given, "--max_steps", "3", "--dataset_test_split", "train"]) == 0
 
 
+def test_the_best_model_of_another_folder_leaves_that_folder_as_it_is(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents([40, 7, 31]))
+    flags = ["--model_name_or_path", "tiny", "--dataset_name", data, "--max_length", "64", "--use_cpu", "True"]
+    flags += ["--dataset_test_split", "train", "--eval_strategy", "steps", "--eval_steps", "1", "--save_steps", "1"]
+    flags += ["--report_to", "none", "--disable_tqdm", "True", "--load_best_model_at_end", "True"]
+    flags += ["--metric_for_best_model", "eval_loss", "--greater_is_better", "True"]  # the first one
+    assert main([*flags, "--output_dir", str(old), "--max_steps", "3"]) == 0
+    there = sorted(path.relative_to(old) for path in old.rglob("*"))
+    given = ["--resume_from_checkpoint", str(old / "checkpoint-3"), "--save_total_limit", "1", "--max_steps", "4"]
+    assert main([*flags, "--output_dir", str(new), *given]) == 0
+    assert sorted(path.relative_to(old) for path in old.rglob("*")) == there
+
+
 def without_evaluation(data):
     assert "evaluation" in data
     return {name: value for name, value in data.items() if name != "evaluation"}

@@ -147,7 +147,8 @@ class SavingMixin(PushingMixin):
         """End training once the last checkpoint is there, which may be the best one, or go."""
         self.finish_saving()
         best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
-        if self.args.should_save and best is not None and limit == 1:  # the Trainer would delete them in place
+        is_here = best is not None and Path(best).parent == Path(self.args.output_dir)  # else it is another run's
+        if self.args.should_save and is_here and limit == 1:  # the Trainer would delete others in place
             rotate(Path(best), limit=limit, best=best)
         return super()._finalize_training(*args, **kwargs)
 
