@@ -136,7 +136,7 @@ class PackedDataset:
             {
                 name: list_array(
                     np.cumsum([0, *(len(row[name]) for row in rows)]),
-                    pa.array(np.concatenate([row[name] for row in rows] or [[]]), type=value_type),
+                    pa.array(np.concatenate([row[name] for row in rows]) if rows else [], type=value_type),
                 )
                 for name, value_type in types.items()
             }
