@@ -74,8 +74,8 @@ class Choice:
 class _Candidate:
     """Memory options of a shape, and what is needed to compare them with others."""
 
-    of: Any
-    """The `_Search` that found them."""
+    of: _Search
+    """What found them."""
     memory: str = "balanced"
     asked: Mapping[str, Any]
     used: float

@@ -138,7 +138,8 @@ def _numbers_of_devices(plan: Plan) -> Iterator[int]:
 def _on_devices(plan: Plan, gpus: int, lengths: list[int]) -> dict[str, Any]:
     """Return the plan for some of the devices at these lengths, with the recommended arrangement of each, if any."""
     machine = replace(plan.machine, per_node=min(gpus, plan.machine.per_node))
-    on = replace(plan, machine=machine, gpus=gpus, lengths=lengths)
+    known = plan.choices if gpus == plan.gpus else {}
+    on = replace(plan, machine=machine, gpus=gpus, lengths=lengths, known=known)
     best = [on.best(length) for length in lengths]
     return {
         **as_json(on),

@@ -6,7 +6,7 @@ import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from longctx.forecast.shape import RunShape
 from longctx.machine.here import Machine
 from longctx.machine.speeds import TABLE
 from longctx.model.rope import context_length, scaling_for
-from longctx.settings.arrange import arrange
+from longctx.settings.arrange import arranged
 from longctx.settings.resolve import described, spreads
 from longctx.settings.run import Run
 from longctx.settings.values import Settings
@@ -67,6 +67,8 @@ class Plan:
     lengths: Sequence[int]
     documents: RowLengths
     documents_file: Path | None = None
+    known: Mapping[int, list[Choice]] = field(default_factory=dict)
+    """Choices at some of the lengths, which are not searched again."""
 
     @cached_property
     def settings(self) -> Settings:
@@ -109,7 +111,7 @@ class Plan:
     @cached_property
     def choices(self) -> dict[int, list[Choice]]:
         """By length: the best memory options of every arrangement, the best of all first."""
-        return {length: self.at(length) for length in sorted({*self.lengths, self.length})}
+        return {length: self.known.get(length) or self.at(length) for length in sorted({*self.lengths, self.length})}
 
     @cached_property
     def reaches(self) -> Mapping[str, tuple[Reach | None, Reach]]:
@@ -141,12 +143,9 @@ class Plan:
             besides: a degree of sp that does not count.
         """
         settings, facts = self._described
-        for one in self.choices[length]:
-            if one.cost.fits and one.shape.sp != besides:
-                with suppress(ValueError):
-                    arrange(settings.with_("auto", **_values_of(one)), facts)
-                    return one
-        return None
+        fitting = (one for one in self.choices[length] if one.cost.fits and one.shape.sp != besides)
+        each = ((one, settings.with_("auto", **_values_of(one))) for one in fitting)
+        return next((one for one, _ in arranged(each, facts, [])), None)
 
     @cached_property
     def _described(self) -> Any:
@@ -310,8 +309,7 @@ def _nothing_fits(plan: Plan) -> Iterator[str]:
     largest = ", ".join(f"{name} {_size(size)}" for name, size in _by_size(getattr(of, of.binds))[:3])
     yield (
         f"Nothing fits {plan.length:,} tokens. The nearest, {name_of(nearest.shape)} with "
-        f"{_words(nearest.memory_flags)}, needs "
-        f"{of.used:.0%} of the {of.binds}'s memory ({largest})."
+        f"{_words(nearest.memory_flags)}, needs {of.used:.0%} of the {of.binds}'s memory ({largest})."
     )
     name, (_, far) = max(plan.reaches.items(), key=lambda item: item[1][1].length)
     at_most = f" Without it, at most {far.length:,} tokens fit, with {name}." if far.length else ""
@@ -325,7 +323,7 @@ def _smallest_change(plan: Plan) -> str:
         if not new and times == 1:
             continue
         with suppress(ValueError):
-            other = replace(plan, asked=plan.asked.with_("command", **new), gpus=gpus)
+            other = replace(plan, asked=plan.asked.with_("command", **new), gpus=gpus, known={})
             if any(one.cost.fits for one in other.at(plan.length)):
                 many = f"--gpus {gpus} --gpus_per_node {plan.machine.per_node}"
                 change = " ".join(f"--{name} {value}" for name, value in new.items()) or many

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 from longctx.attention.choice import assumed_documents
 from longctx.attention.kernels import flash_attn
@@ -25,6 +26,8 @@ from longctx.settings.model_config import limit_length
 from longctx.settings.processes import count_processes
 from longctx.settings.run import Facts, Run, attention_setup, row_length, spread
 from longctx.settings.values import Settings
+
+Item = TypeVar("Item")
 
 
 def arrange(settings: Settings, facts: Facts) -> Run:
@@ -59,6 +62,19 @@ def arrange(settings: Settings, facts: Facts) -> Run:
     if facts.is_here:
         check_machine(run)
     return run
+
+
+def arranged(
+    each: Iterable[tuple[Item, Settings]], facts: Facts, obstacles: list[ValueError]
+) -> Iterator[tuple[Item, Run]]:
+    """Yield each item whose settings are not refused, with its run, and add the other errors to `obstacles`."""
+    for item, settings in each:
+        try:
+            run = arrange(settings, facts)
+        except ValueError as error:
+            obstacles.append(error)
+        else:
+            yield item, run
 
 
 def _with_batch(run: Run) -> Run:

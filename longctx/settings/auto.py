@@ -7,7 +7,7 @@ the memory free.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +15,7 @@ from longctx.forecast.cost import FREE_PART
 from longctx.forecast.documents import assumed
 from longctx.forecast.memory_options import ALL, AUTO
 from longctx.forecast.search import Choice, search
-from longctx.settings.arrange import arrange
+from longctx.settings.arrange import arranged
 from longctx.settings.run import Facts, Run
 from longctx.settings.values import Settings
 
@@ -38,7 +38,7 @@ def choose_layout(values: Settings, world_size: int, facts: Facts) -> Run:
     asked = " and ".join(f"--{name} auto" for name in AUTO_FLAGS if values[name] == AUTO and values.is_set(name))
     runs, obstacles = _possible(values, world_size, facts)
     order = iter(_ranked(values, runs))
-    for best, run in _arranged(values, order, facts, obstacles):
+    for best, run in arranged(((one, _with(values, one)) for one in order), facts, obstacles):
         rest, launched = list(order), values["num_processes"]
         second = next((one for one in rest if one.level == 0), None)
         smaller = (one for one in rest if one.cost.fits and one.cost.of_device < SMALLER * best.cost.of_device)
@@ -49,17 +49,6 @@ def choose_layout(values: Settings, world_size: int, facts: Facts) -> Run:
             next_choice=next((_flags(one, launched) for one in smaller), ""),
         )
     raise ValueError(f"{asked}: no arrangement can run. {obstacles[0]}") if asked else obstacles[0]
-
-
-def _arranged(
-    values: Settings, choices: Iterable[Choice], facts: Facts, obstacles: list[ValueError]
-) -> Iterator[tuple[Choice, Run]]:
-    """Yield the choices that are not refused, each with its run, and add the errors of the others to `obstacles`."""
-    for one in choices:
-        try:
-            yield one, arrange(_with(values, one), facts)
-        except ValueError as error:
-            obstacles.append(error)
 
 
 def one_group(values: Settings, world_size: int, facts: Facts) -> Settings:
@@ -93,7 +82,7 @@ def with_forecast(run: Run, values: Settings) -> Run:
     world_size = run.world_size if launched or run.use_cpu else max(run.world_size, run.facts.gpus)
     remedy = "No --sp and --memory do; use a shorter --max_length, more devices, or an adapter (--use_peft True)"
     fitting = (one for one in _ranked(free, _possible(free, world_size, run.facts)[0]) if one.cost.fits)
-    for one, _ in _arranged(free, fitting, run.facts, []):
+    for one, _ in arranged(((one, _with(free, one)) for one in fitting), run.facts, []):
         remedy = f"{_flags(one, world_size if launched else None)} is predicted to fit ({one.cost.describe()})"
         break
     note = f"this run is predicted not to fit ({predicted.describe()}). {remedy}"
@@ -102,15 +91,12 @@ def with_forecast(run: Run, values: Settings) -> Run:
 
 def _possible(values: Settings, world_size: int, facts: Facts) -> tuple[list[Run], list[ValueError]]:
     """Return a run for each --sp that auto can stand for, with plain memory options, and the errors of the others."""
-    runs, obstacles = [], []
     degrees = [sp for sp in range(1, world_size + 1) if world_size % sp == 0] if values["sp"] == AUTO else [None]
     memory = "balanced" if values["memory"] == AUTO else values["memory"]
-    for sp in degrees:
-        degree = {} if sp is None else {"sp": sp, "num_processes": world_size}
-        try:
-            runs.append(arrange(values.with_("auto", **degree, memory=memory), facts))
-        except ValueError as error:
-            obstacles.append(error)
+    flags = ({} if sp is None else {"sp": sp, "num_processes": world_size} for sp in degrees)
+    obstacles: list[ValueError] = []
+    each = ((None, values.with_("auto", **degree, memory=memory)) for degree in flags)
+    runs = [run for _, run in arranged(each, facts, obstacles)]
     return runs, obstacles
 
 

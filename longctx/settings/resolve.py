@@ -24,7 +24,7 @@ from longctx.model.allow_list import num_heads
 from longctx.model.tiny import TINY
 from longctx.ranks import is_first_rank
 from longctx.ranks.agreement import RefusedOnAllRanks
-from longctx.settings.arrange import arrange
+from longctx.settings.arrange import arrange, arranged
 from longctx.settings.auto import AUTO_FLAGS, choose_layout, one_group, with_forecast
 from longctx.settings.launcher import Launcher, read_profile
 from longctx.settings.machine_checks import REQUIRED_VERSIONS, check_versions
@@ -178,12 +178,10 @@ def spreads(settings: Settings, machine: Machine, world_size: int) -> list[Run]:
         ValueError: if there is none, as `resolve`.
     """
     settings, facts = described(settings, machine, world_size)
-    runs, obstacles = [], []
-    for flags in _ways(settings, num_heads(facts.model_config)[0], machine.per_node, world_size):
-        try:
-            runs.append(arrange(settings.with_("auto", **flags), facts))
-        except ValueError as error:
-            obstacles.append(error)
+    obstacles: list[ValueError] = []
+    ways = _ways(settings, num_heads(facts.model_config)[0], machine.per_node, world_size)
+    each = ((None, settings.with_("auto", **flags)) for flags in ways)
+    runs = [run for _, run in arranged(each, facts, obstacles)]
     if not runs:
         raise obstacles[0]
     return runs
