@@ -159,7 +159,8 @@ def _objective(prepared: PreparedRun, model: PreTrainedModel, sequence: Sequence
     settings = prepared.run.settings
     if not is_preference(settings):
         return Objective(sequence, settings["label_smoothing_factor"])
-    identity = {**prepared.reference_identity, "arithmetic": _arithmetic(prepared, model, sequence)}
+    arithmetic = _arithmetic(prepared, model, sequence) if uses_reference(settings) else ""
+    identity = {**prepared.reference_identity, "arithmetic": arithmetic}
     return ReferencedPreferenceLoss(
         sequence, settings, identity=identity, batch_size=settings["precompute_ref_batch_size"]
     )

@@ -187,8 +187,7 @@ def _earlier(run: Run, args: SFTConfig) -> tuple[datetime, int | None, bool]:
         record = None if is_path(str(asked)) else RunRecord.read(folder)
         began = record.began if record else datetime.now().isoformat()
         if checkpoint is not None:
-            with older_named(checkpoint):
-                began = read_manifest(checkpoint).began or began  # an own trainer writes none
+            began = read_manifest(checkpoint).began or began  # an own trainer writes none
         return began, record.finished if record else None, checkpoint is not None
 
     found = on_all_ranks(look) or (datetime.now().isoformat(), None, False)
