@@ -14,7 +14,6 @@ from contextlib import suppress
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from longctx.launch.store import decision_in, private_folder, store_file
 from longctx.ranks import FAILED
@@ -105,10 +104,10 @@ def spawn(
             _stop(ranks)
             for number, handler in before.items():
                 signal.signal(number, handler)
-        if asked and (len(ranks) < num_processes or (-asked[0] in codes and not decision_in(folder))):
-            return 128 + asked[0]  # before there was anything to say
-        code = _report(codes, [rank.pid for rank in ranks], seen, folder, how_to_resume)
-        return 128 + asked[0] if asked and -asked[0] in codes else code
+        is_killed = bool(asked) and (len(ranks) < num_processes or -asked[0] in codes)
+        is_early = is_killed and not decision_in(folder)  # nothing has begun, so that there is nothing to say
+        code = 0 if is_early else _report(codes, [rank.pid for rank in ranks], seen, folder, how_to_resume)
+        return 128 + asked[0] if is_killed else code
 
 
 def environment_of(rank: int, num_processes: int, folder: Path) -> dict[str, str]:
@@ -146,11 +145,11 @@ def _report(
     how_to_resume: Callable[[str], str] | None,
 ) -> int:
     """Print why the process that failed first did, unless it has itself, and return its exit code; 0 if none failed."""
-    told: dict[int, dict[str, Any]] = {}
-    for rank, code in enumerate(codes):
-        if code:
-            path = _error_file(folder, rank)
-            told[rank] = json.loads(path.read_text())["message"] if path.exists() else {"extraInfo": {}}
+    files = {rank: _error_file(folder, rank) for rank, code in enumerate(codes) if code}
+    told = {
+        rank: json.loads(file.read_text())["message"] if file.exists() else {"extraInfo": {}}
+        for rank, file in files.items()
+    }
     if not told:
         return 0
 

@@ -66,7 +66,8 @@ def quieten() -> None:
     if not is_first_rank():
         warnings.simplefilter("ignore")
     for message in BETWEEN_LIBRARIES:
-        warnings.filterwarnings("ignore", message=message)
+        for category in (FutureWarning, UserWarning):
+            warnings.filterwarnings("ignore", message=message, category=category)
 
 
 def end_refused(
