@@ -196,7 +196,7 @@ def shown_on(text: str) -> set[str]:
 
 _HEAD = """# Support matrix
 
-Each cell says whether a feature (row) on a setup (column) is exact, refused, or needs a GPU.
+Each cell says whether a feature (row) is exact on a setup (column), is refused there, or needs a GPU to run.
 
 - **exact**: the run named under *shown by* was trained with this setup for five or six optimizer steps, on real engines
   and real processes, in fp32, and compared with stock transformers on one process with dense attention. Loss and
@@ -224,8 +224,8 @@ From tests/matrix.py, on {date}, on a CPU with gloo ({versions}), by:
 
     pytest {files} -m "long or not long" --support-matrix benchmarks/results/support_matrix.md
 
-The page can be written in one run or in several. The last run covered {run} of the {tests} tests behind the cells, and
-left the other cells unchanged.
+The page may be filled by several runs. The last one covered {run} of the {tests} tests behind the cells, and left the
+cells of the other tests unchanged.
 """
 
 
