@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
-from trl import SFTConfig
 
 from longctx.data import DataError, name_data
 from longctx.launch.console import Line, say, show, show_result, show_summary
@@ -97,7 +96,7 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
 class _Stamp(TrainerCallback):
     """Records after each step that the run is alive."""
 
-    def on_step_end(self, args: SFTConfig, *_: Any, **__: Any) -> None:  # type: ignore[override]
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.should_save:
             stamp(Path(args.output_dir))
 
