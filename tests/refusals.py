@@ -18,8 +18,8 @@ After a change, write both anew with
     pytest --record-refusals        # the tests that meet the new refusals, or all
 
 A refusal that has moved to another function keeps its test and its texts, whichever tests are run. A refusal that only
-a child process meets, which nothing here sees, is marked `(child)` behind its test. One that no test can meet has a
-reason in the place of the test, in parentheses.
+a child process meets, which nothing here sees unless it is a confined one, is marked `(child)` behind its test. One
+that no test can meet has a reason in the place of the test, in parentheses.
 """
 
 from __future__ import annotations
@@ -244,6 +244,33 @@ def _note_rows(fault: Callable[[Any, Any], str]) -> Callable[[Any, Any], str]:
     return noting
 
 
+def _noted_with(outcome: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """The outcome of a call in a confined process, whose error brings along what was met there."""
+
+    def noting(*args: Any) -> tuple[Any, Any]:
+        met.clear()
+        result, error = outcome(*args)
+        if error is not None:
+            error.refusals_met = dict(met)
+        return result, error
+
+    return noting
+
+
+def _note_brought(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of a confined process, after which what was met there counts as met here."""
+
+    def calling(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            for place, texts in getattr(error, "refusals_met", {}).items():
+                met.setdefault(place, {}).update(texts)
+            raise
+
+    return calling
+
+
 def _plain(text: str) -> str:
     """A text without what varies, in characters that every file takes."""
     for pattern, put in _VARYING:
@@ -282,6 +309,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
         super().exec_module(module)
         if module.__name__ == "longctx.settings.schema":
             module._fault = _note_rows(module._fault)
+        if module.__name__ == "longctx.untrusted.confined":
+            module._outcome, module.Confined.call = _noted_with(module._outcome), _note_brought(module.Confined.call)
 
 
 class _Noting(ast.NodeTransformer):

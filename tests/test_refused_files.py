@@ -76,10 +76,19 @@ def test_records_beyond_a_bound_are_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('[\n{"text": "a"},\n{"text": }\n]', ":3: malformed JSON"),
-        ('[{"text": "a"}, 3]', ", record 1 (counted from 0): a JSON int"),
+        ('[\n{"text": "a"},\n{"text": }\n]', ", record 1 (counted from 0): malformed JSON (Expecting value"),
+        ('[{"text": "a"} {"text": "b"}]', ", record 1 (counted from 0): malformed JSON: ' {"),
+        ('[{"text": "a"}] 2', ", record 1 (counted from 0): malformed JSON: '] 2'"),
+        ('[{"text": "a"},]', ", record 1 (counted from 0): malformed JSON: ',]'"),
+        ('[{"text": "a"}, 3]', ", record 1 (counted from 0): malformed JSON: ', 3]'"),
+        ('[{"text": "a"}, {"text": "]"}', ", record 2 (counted from 0): malformed JSON: ''"),
+        ('[{"text": "a"}, {"text": "b}]', ", record 1 (counted from 0): malformed JSON"),
+        ('[{"text": "a"}, {"te": [}]}]', ", record 2 (counted from 0): malformed JSON: '}]'"),
         ('[{"text": "a"}, {"text": "\\ud83d"}]', ", record 1 (counted from 0): the escape \\ud83d is half"),
-        ('[{"text": "a"}, ' + "[" * 100_000, ", record 1 (counted from 0): lists and objects are nested more than 100"),
+        (
+            '[{"text": "a"}, ' + "[" * 9_000 + "]" * 9_000 + "]",
+            ", record 1 (counted from 0): lists and objects are nested more than 100",
+        ),
     ],
 )
 def test_arrays_of_json_are_named_with_the_record(text, words, tmp_path):

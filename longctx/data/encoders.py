@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,7 +70,12 @@ class Encoder:
     notes: Counter[str]
     turn_ends: list[np.ndarray]
     """Filled by `encode`; see `Encoded`."""
-    _process: Confined | None = None
+
+    @cached_property
+    def process(self) -> Confined[..., Encoded]:
+        """What calls `_encode_values`. A fork keeps a copy of every page that this process writes to later, so it is
+        best started before weights are read."""
+        return Confined(self._encode_values)
 
     def options(self) -> dict[str, Any]:
         """The options that the result depends on, besides the records and the tokenizer."""
@@ -142,11 +148,11 @@ class Encoder:
         size = -(-len(indices) // 2)
         if len(indices) == 1 or batch.nbytes <= _BYTES_AT_A_TIME:
             try:
-                return self.start().call(Bounds.of_text(batch.nbytes), batch.to_pydict(), batch.schema, indices)
+                return self.process.call(Bounds.of_text(batch.nbytes), batch.to_pydict(), batch.schema, indices)
             except DataError:
                 raise
             except Exception as error:
-                self.close()
+                self.process.close()
                 if len(indices) == 1:
                     raise DataError(
                         f"{name_record(indices[0])}: the {self.runs} cannot encode it: {error}. Shorten or remove the "
@@ -174,25 +180,6 @@ class Encoder:
         self.notes, self.turn_ends = Counter(), []
         input_ids, labels = self.encode(columns, indices)
         return Encoded(input_ids, labels or [], self.notes, self.turn_ends)
-
-    def start(self) -> Confined:
-        """Start the process that encodes, unless it runs already.
-
-        A fork keeps a copy of every page that this process writes to later, so it is best made before weights are read.
-        """
-        if self._process is None or not self._process.is_ours:
-            self._process = Confined(self._encode_values)
-        return self._process
-
-    def close(self) -> None:
-        """End the process that encodes; the next call starts another."""
-        if self._process is not None:
-            self._process.close()
-            del self._process
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the process, which belongs to the process that started it."""
-        return {name: value for name, value in vars(self).items() if name != "_process"}
 
 
 class TextEncoder(Encoder):

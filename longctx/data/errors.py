@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from longctx.ranks import is_first_rank
-from longctx.untrusted.confined import data_bytes
+from longctx.untrusted.confined import Bounds, data_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ def with_place(error: DataError, place: Callable[[int], str]) -> DataError:
     return DataError(place(int(named[1])) + str(error)[named.end() :]) if named else error
 
 
-RECORD_MEMORY_BYTES = 4 << 30
-"""The most memory that a parsed JSON record may take."""
+RECORD_BOUNDS = Bounds(seconds=120, memory_bytes=4 << 30)
+"""Limits of parsing JSON records; those that exceed them together are parsed one by one."""
 GROUP_MEMORY_BYTES = 8 << 30
 """The most memory that a record batch (Arrow), or the records of a row group (Parquet) that are unpacked together, may
 take."""

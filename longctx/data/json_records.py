@@ -8,20 +8,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from datasets import Features, Json, Value
+from datasets import Dataset, Features, Json, Value
 
 from longctx.data.errors import (
+    RECORD_BOUNDS,
     RECORD_BYTES,
-    RECORD_MEMORY_BYTES,
     DataError,
-    MemoryBound,
     check_selection,
     name_files,
     name_record,
@@ -43,16 +43,17 @@ from longctx.data.kinds import (
 )
 from longctx.data.messages import check_chat, check_text
 from longctx.data.reading import RecordStream
+from longctx.untrusted.confined import Confined, OutOfBounds, confined
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
-SMALL_TEXT = 1 << 20
-"""Characters of JSON that cannot become much memory: an empty list takes two of them and 64 bytes."""
 _ARRAY_BYTES = 1 << 30
 """The largest file that holds one JSON array."""
 _NESTED = 100
 """Levels of lists and objects in a record. Python, `datasets` and Arrow each give up at some greater depth."""
-_HALF_OF_A_PAIR = re.compile(r"\\u[dD]")
+_HALF_OF_A_PAIR = re.compile(rb"\\u[dD]")
+_STRING_OR_BRACKET = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
+_DEEPER = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 
 class JsonRecords(RecordStream):
@@ -66,44 +67,63 @@ class JsonRecords(RecordStream):
         first = next(self.raw(), None)
         if first is None:
             raise no_records(name_files(self.files))
-        self.first_place, record = first[0], parse_object(*first)
-        check_selection(selected or (), record, may_lack=CONVERSATION_EXTRAS)
-        record = self._select(record)
-        self.kind = record_kind(_present(record), text_field, self.first_place)
-        is_chat = any(isinstance(record.get(column), list) for column in kind_columns(self.kind))
-        self.is_json = self.kind == ALPACA or (self.kind != "input_ids" and is_chat)
-        self.columns = self._columns_of(record)
-        warn_of_unread_columns(_present(record), self.columns)
+        self.first_place = first[0]
+        try:
+            present, self.kind, self.columns, self.is_json = confined(partial(self._described, *first), RECORD_BOUNDS)
+        except OutOfBounds as error:
+            raise _beyond_bounds(self.first_place, error) from error
+        warn_of_unread_columns(present, self.columns)
         type_ = TOKENS if self.kind == "input_ids" else Json() if self.is_json else Value("string")
         self.features = Features(dict.fromkeys(self.columns, type_))
+        self._process = Confined(self._table)
+
+    def _described(self, place: str, text: bytes) -> tuple[list[str], str, tuple[str, ...], bool]:
+        """Return the columns of the first record, its kind, the columns that are read, and whether they keep JSON."""
+        record = parse_object(place, text)
+        check_selection(self.selected or (), record, may_lack=CONVERSATION_EXTRAS)
+        record = self._select(record)
+        kind = record_kind(_present(record), self.text_field, place)
+        is_chat = any(isinstance(record.get(column), list) for column in kind_columns(kind))
+        is_json = kind == ALPACA or (kind != "input_ids" and is_chat)
+        return _present(record), kind, _columns_of(record, kind, is_json), is_json
+
+    def load(self) -> Dataset:
+        try:
+            return super().load()
+        finally:
+            self._process.close()
 
     def options(self) -> list[Any]:
         # What is not selected is not checked either.
         return [self.text_field, None if self.selected is None else sorted(self.selected)]
 
-    def raw(self) -> Iterator[tuple[str, str | bytes]]:
+    def raw(self) -> Iterator[tuple[str, bytes]]:
         return (record for path in self.files for record in _texts(path))
 
-    def size(self, record: tuple[str, str | bytes]) -> int:
+    def size(self, record: tuple[str, bytes]) -> int:
         return len(record[1])
 
     def place(self, record: int) -> str | None:
         return next((place for place, _ in islice(self.raw(), record, None)), None)
 
-    def parse(self, records: Sequence[tuple[str, str | bytes]]) -> pa.Table:
+    def parse(self, records: Sequence[tuple[str, bytes]]) -> pa.Table:
+        try:
+            return self._process.call(RECORD_BOUNDS, records).select(self.column_names)
+        except OutOfBounds as error:
+            if len(records) == 1:
+                raise _beyond_bounds(records[0][0], error) from error
+            return pa.concat_tables(self.parse([record]) for record in records)
+
+    def _table(self, records: Sequence[tuple[str, bytes]]) -> pa.Table:
         objects = [(place, self._select(parse_object(place, text))) for place, text in records]
         for place, record in objects:
             self._check_kind(record, place)
-        columns = []
-        for name in self.column_names:
-            values = [self._value(record.get(name), name, place) for place, record in objects]
-            columns.append(pa.array(values, self.features.arrow_schema.field(name).type))
-        return pa.Table.from_arrays(columns, schema=self.features.arrow_schema)
-
-    def _columns_of(self, record: Mapping[str, Any]) -> tuple[str, ...]:
-        if self.kind == "input_ids":
-            return tuple(column for column in (*PER_TOKEN_COLUMNS, *CHECKED_COLUMNS) if record.get(column) is not None)
-        return kind_columns(self.kind) + (optional_columns(self.kind) if self.is_json else ())
+        schema = self.features.arrow_schema
+        columns = [
+            pa.array([self._value(record.get(field.name), field.name, place) for place, record in objects], field.type)
+            for field in schema
+        ]
+        return pa.Table.from_arrays(columns, schema=schema)
 
     def _select(self, record: dict[str, Any]) -> dict[str, Any]:
         if self.selected is None:
@@ -115,7 +135,7 @@ class JsonRecords(RecordStream):
         filled = [column for column in present if record[column] not in ([], "")]
         check_unread_columns(filled, self.kind, isinstance(record.get("label"), bool), place)
         same_kind = record_kind(present, self.text_field, place) == self.kind
-        if not same_kind or self._columns_of(record) != self.columns:
+        if not same_kind or _columns_of(record, self.kind, self.is_json) != self.columns:
             raise DataError(
                 f"{place}: mixed kinds of records: this one has the columns {sorted(present)}, "
                 f"but {self.first_place} is a {self.kind!r} record with {sorted(self.columns)}. "
@@ -142,6 +162,12 @@ def _present(record: Mapping[str, Any]) -> list[str]:
     return [column for column, value in record.items() if value is not None]
 
 
+def _columns_of(record: Mapping[str, Any], kind: str, is_json: bool) -> tuple[str, ...]:
+    if kind == "input_ids":
+        return tuple(column for column in (*PER_TOKEN_COLUMNS, *CHECKED_COLUMNS) if record.get(column) is not None)
+    return kind_columns(kind) + (optional_columns(kind) if is_json else ())
+
+
 def _token_array(value: object, column: str, place: str) -> np.ndarray:
     """A JSON list of integers as int32 [num_tokens]. A boolean is no integer, though it is one in Python."""
     if isinstance(value, list) and set(map(type, value)) <= {int}:
@@ -157,7 +183,7 @@ def _token_array(value: object, column: str, place: str) -> np.ndarray:
     )
 
 
-def _texts(path: Path) -> Iterator[tuple[str, str | bytes]]:
+def _texts(path: Path) -> Iterator[tuple[str, bytes]]:
     """Yield the place and the text of each record of one file."""
     try:
         with path.open("rb") as file:
@@ -180,53 +206,42 @@ def _texts(path: Path) -> Iterator[tuple[str, str | bytes]]:
         raise unreadable(path, error) from error
 
 
-def _elements(data: bytes, path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the place and the text of each element of a JSON array, which are found by parsing one at a time."""
-    decoder, number = json.JSONDecoder(), 0
-    try:
-        text = data.decode("utf-8-sig")
-        position = text.index("[") + 1
-        while text[(start := _after_space(text, position)) : start + 1] != "]":
-            if number:
-                if text[start : start + 1] != ",":
-                    raise json.JSONDecodeError("Expecting ',' delimiter", text, start)
-                start = _after_space(text, start + 1)
-            with MemoryBound(RECORD_MEMORY_BYTES) if len(text) > SMALL_TEXT else nullcontext():
-                position = decoder.raw_decode(text, start)[1]
-            yield f"{path}, {name_record(number)}", text[start:position]
-            number += 1
-        if (end := _after_space(text, start + 1)) < len(text):
-            raise json.JSONDecodeError("Extra data", text, end)
-    except (MemoryError, RecursionError) as error:
-        raise _beyond_limits(error, f"{path}, {name_record(number)}") from None
-    except ValueError as error:  # also a number of more than 4,300 digits
-        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+def _elements(data: bytes, path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the place and the text of each object of a JSON array. Brackets tell them apart, and none is parsed."""
+    start, depth, number, comma = data.index(b"[") + 1, 0, 0, b""
+    for found in _STRING_OR_BRACKET.finditer(data, start):
+        step = _DEEPER.get(data[found.start()], 0)
+        depth += step
+        if depth < 0:
+            break
+        text = data[start : found.end()].lstrip() if step and not depth else b""
+        if text and text.startswith(comma):
+            yield f"{path}, {name_record(number)}", text.removeprefix(comma)
+            start, number, comma = found.end(), number + 1, b","
+    if data[start:].strip() != b"]":
         raise DataError(
-            f"{path}{line}: malformed JSON ({error}). Expected an array of objects, or one object per line."
-        ) from None
+            f"{path}, {name_record(number)}: malformed JSON: {data[start : start + 60].decode(errors='replace')!r}. "
+            "Expected an array of objects, or one object per line."
+        )
 
 
-def _after_space(text: str, position: int) -> int:
-    return json.decoder.WHITESPACE.match(text, position).end()  # type: ignore[attr-defined]
-
-
-def parse_object(place: str, text: str | bytes) -> dict[str, Any]:
+def parse_object(place: str, text: bytes) -> dict[str, Any]:
     """Parse a JSON text into an object that holds every number and every null exactly as it is written.
 
     Raises:
         DataError: with the place, for anything else; a repeated key; half a surrogate pair, which `json` accepts and no
-            tokenizer does; lists and objects nested too deep; too much memory.
+            tokenizer does; lists and objects nested too deep.
     """
     try:
-        text = text if isinstance(text, str) else text.decode("utf-8")
-        with MemoryBound(RECORD_MEMORY_BYTES) if len(text) > SMALL_TEXT else nullcontext():
-            record = json.loads(text, object_pairs_hook=_object)
-        if text.count("[") + text.count("{") > _NESTED and _is_nested(record, _NESTED):
+        record = json.loads(text.decode("utf-8"), object_pairs_hook=_object)
+        if text.count(b"[") + text.count(b"{") > _NESTED and _is_nested(record, _NESTED):
             raise RecursionError
         if _HALF_OF_A_PAIR.search(text):
             json.dumps(record, ensure_ascii=False).encode("utf-8")
-    except (MemoryError, RecursionError) as error:
-        raise _beyond_limits(error, place) from None
+    except RecursionError:
+        raise DataError(
+            f"{place}: lists and objects are nested more than {_NESTED} deep, the limit. Correct or remove the record."
+        ) from None
     except UnicodeDecodeError as error:
         raise DataError(
             f"{place}: not UTF-8 (byte 0x{error.object[error.start]:02x} at column {error.start + 1}). Save the file "
@@ -238,8 +253,9 @@ def parse_object(place: str, text: str | bytes) -> dict[str, Any]:
             "character. Write the text again as UTF-8."
         ) from None
     except ValueError as error:  # also a number of more than 4,300 digits
+        shown = text[:200].decode("utf-8", errors="ignore")[:60].rstrip()
         raise DataError(
-            f"{place}: malformed JSON ({error}): {text[:60].rstrip()!r}. Expected one JSON object per line, or an "
+            f"{place}: malformed JSON ({error}): {shown!r}. Expected one JSON object per line, or an "
             "array of objects; correct or remove the record (none is skipped silently)."
         ) from None
     if not isinstance(record, dict):
@@ -250,13 +266,8 @@ def parse_object(place: str, text: str | bytes) -> dict[str, Any]:
     return record
 
 
-def _beyond_limits(error: MemoryError | RecursionError, place: str) -> DataError:
-    if isinstance(error, MemoryError):
-        remedy = "Correct or remove the record."
-        return too_long(place, "a record with a parsed size", RECORD_MEMORY_BYTES, remedy)
-    return DataError(
-        f"{place}: lists and objects are nested more than {_NESTED} deep, the limit. Correct or remove the record."
-    )
+def _beyond_bounds(place: str, error: OutOfBounds) -> DataError:
+    return DataError(f"{place}: the record cannot be read: {error}. Correct or remove the record.")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

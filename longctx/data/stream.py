@@ -181,7 +181,7 @@ def tokenize_stream(
     """
     records, encoder = choose_encoder(as_stream(records), tokenizer, **options)
     if encoder.tokenizer is not None:
-        encoder.start()
+        encoder.process.start()
     documents = DocumentStream(records, encoder, place)
     if isinstance(encoder, ChatEncoder):  # refuses, before training, a template that leaves something to chance
         documents.encode(list(islice(documents.records_from(0), FIRST_RECORDS)))

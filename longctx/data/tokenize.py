@@ -243,7 +243,7 @@ def _encode(dataset: Dataset, encoder: Encoder, num_proc: int | None) -> Dataset
             desc="Tokenizing",
         )
     finally:
-        encoder.close()
+        encoder.process.close()
     return tokenized.with_format(None)
 
 

@@ -63,10 +63,24 @@ class OutOfBounds(Exception):
 
 
 class Confined(Generic[Parameters, Result]):
-    """A process that calls one function again and again, within bounds."""
+    """A process that calls one function again and again, within bounds.
+
+    The first call starts it, as does the first one after it has ended, or in a process that was forked from this one.
+    """
 
     def __init__(self, function: Callable[Parameters, Result]) -> None:
-        """Fork a process with its own copy of the function and of all that it refers to.
+        """
+        Args:
+            function: the process has its own copy of it, and of all that it refers to, as they are at its start.
+        """
+        self._function, self._pid, self._owner = function, 0, 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the process, which belongs to the process that started it."""
+        return {"_function": self._function, "_pid": 0, "_owner": 0}
+
+    def start(self) -> None:
+        """Start the process, unless it runs already.
 
         A process that does not start is ended, and another one is forked. CPython, as of 3.11, waits forever in the
         child if a thread of another library, such as torch or Arrow, was just being registered with the interpreter.
@@ -74,8 +88,10 @@ class Confined(Generic[Parameters, Result]):
         Raises:
             OutOfBounds: No process has started.
         """
+        if self._pid and self._owner == os.getpid():
+            return
         for seconds in _START_SECONDS:
-            self._fork(function)
+            self._fork()
             if self._connection.poll(seconds):
                 with suppress(EOFError, ConnectionError):  # it has crashed, and a call reports how
                     self._connection.recv()
@@ -83,7 +99,7 @@ class Confined(Generic[Parameters, Result]):
             self.close()
         raise OutOfBounds(f"its process did not start in {len(_START_SECONDS)} attempts")
 
-    def _fork(self, function: Callable[Parameters, Result]) -> None:
+    def _fork(self) -> None:
         self._connection, theirs = Pipe()
         self._owner = os.getpid()
         with warnings.catch_warnings():
@@ -91,20 +107,16 @@ class Confined(Generic[Parameters, Result]):
             self._pid = os.fork()
         if self._pid == 0:
             self._connection.close()
-            _serve(function, theirs)
+            _serve(self._function, theirs)
         theirs.close()
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether this process made it. A process forked later has a copy of the pipe, but must not use it."""
-        return self._owner == os.getpid()
 
     def call(self, bounds: Bounds, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         """Return the function's result or raise its exception; what it logged is logged here.
 
         Raises:
-            OutOfBounds: The process is gone, and this object is of no further use.
+            OutOfBounds: The process is gone; the next call starts another.
         """
+        self.start()
         try:
             self._connection.send((bounds, args, kwargs))
             if not self._connection.poll(_WAITED_PER_SECOND * bounds.seconds):
@@ -129,7 +141,7 @@ class Confined(Generic[Parameters, Result]):
         with suppress(ChildProcessError):  # another caller has waited for it
             _, status = os.waitpid(self._pid, 0)
         self._pid = 0
-        self.close()
+        self._connection.close()
         code = os.waitstatus_to_exitcode(status)
         if code == -signal.SIGXCPU:
             return f"it ran for more than {bounds.seconds:,.0f} s of CPU time"
@@ -139,17 +151,15 @@ class Confined(Generic[Parameters, Result]):
         return f"it crashed ({name})"
 
     def close(self) -> None:
-        """End the process."""
-        self._connection.close()
-        if self._pid and self.is_ours:
+        """End the process, if it runs and is this process's own."""
+        if self._pid and self._owner == os.getpid():
+            self._connection.close()
             with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(self._pid, signal.SIGKILL)
                 os.waitpid(self._pid, 0)
             self._pid = 0
 
-    def __del__(self) -> None:
-        if hasattr(self, "_pid"):
-            self.close()
+    __del__ = close
 
 
 def confined(function: Callable[[], Result], bounds: Bounds) -> Result:

@@ -270,7 +270,7 @@ def _mixtures(quick: bool) -> Value:
                 yield f"stream of a mixture, {name}: {row[0]}", row[1]
         for stream in streams:
             if stream.encoder.tokenizer is not None:
-                stream.encoder.close()
+                stream.encoder.process.close()
 
 
 def _rows_and_positions(source: Any, capacity: int, *, full: bool, **options: Any) -> Value:

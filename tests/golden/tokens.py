@@ -328,7 +328,7 @@ def _tokenized(
             return found
         stream = tokenize_stream(stream_records(source, **read), tokenizer, **options)
         streamed = _documents(Dataset(pa.concat_tables(stream.tables())), tokenizer)
-        stream.encoder.close()
+        stream.encoder.process.close()
         return found | {"streamed": "the same" if streamed == found else streamed}
     except ValueError as error:
         return {"refused": str(error).replace(str(source), "DATA").replace(str(Path.cwd()), "HERE")}

@@ -8,7 +8,6 @@ import shutil
 import sys
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,6 @@ from transformers import EarlyStoppingCallback, LlamaConfig
 
 from longctx.data import DataError
 from longctx.data.files import _read_text
-from longctx.data.json_records import _elements
 from longctx.model.config_file import check_tokenizer_files
 from longctx.model.files import without_weights
 from longctx.model.tied_head import _lazy_tensors
@@ -52,12 +50,9 @@ def test_files_of_models(tmp_path, monkeypatch):
         without_weights(LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=8))
 
 
-def test_text_and_json(tmp_path):
+def test_text_of_a_missing_file(tmp_path):
     with pytest.raises(DataError, match=r"gone\.txt"):
         _read_text(tmp_path / "gone.txt")
-    for text, words in ((b"[1 2]", "Expecting ',' delimiter"), (b"[1] 2", "Extra data")):
-        with pytest.raises(DataError, match=rf"a\.json:1: malformed JSON \({words}"):
-            list(_elements(text, Path("a.json")))
 
 
 def test_a_process_that_gives_no_answer():

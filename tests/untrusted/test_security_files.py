@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import re
 import shutil
 import signal
 import stat
@@ -233,13 +232,13 @@ def test_tags_of_yaml_make_no_objects(refusal, tmp_path, tag):
 def test_the_limits_are_those_of_the_page():
     """Other tests lower them, so that they need neither gigabytes nor minutes."""
     gib, million = 1 << 30, 10**6
-    sizes = [errors.RECORD_BYTES, json_records._ARRAY_BYTES, errors.RECORD_MEMORY_BYTES, errors.GROUP_MEMORY_BYTES]
-    assert sizes == [256 * MIB, gib, 4 * gib, 8 * gib]
+    sizes = [errors.RECORD_BYTES, json_records._ARRAY_BYTES, errors.GROUP_MEMORY_BYTES]
+    assert sizes == [256 * MIB, gib, 8 * gib]
     assert (json_records._NESTED, errors.UNPACKED_TIMES, files._ROWS_AT_A_TIME) == (100, 1000, 256)
     assert encoders._BYTES_AT_A_TIME // million == 1
     for characters in (0, million, 5 * million):
         assert Bounds.of_text(characters) == Bounds(30 + 50 * characters / million, 2 * gib + 512 * characters)
-    assert config_file.BOUNDS == model_files.BOUNDS == Bounds(seconds=120, memory_bytes=4 * gib)
+    assert config_file.BOUNDS == model_files.BOUNDS == errors.RECORD_BOUNDS == Bounds(seconds=120, memory_bytes=4 * gib)
     assert model_files._MOST_IN_A_BUFFER == 2**28
 
 
@@ -318,29 +317,26 @@ def test_data_are_bounded_by_what_they_unpack_to_together(tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ('{"text": "a"}\n{"text": %s}\n', ":2: a record"),
-        ('[{"text": "a"},\n{"text": %s}]', r", record 1 \(counted from 0\): a record"),
+        ('{"text": "a"}\n{"text": %s}\n', ":2"),
+        ('[{"text": "a"},\n{"text": %s}]', r", record 1 \(counted from 0\)"),
+        ('{"text": %s}\n', ":1"),
     ],
-    ids=["lines", "array"],
+    ids=["lines", "array", "first"],
 )
-def test_json_is_bounded_by_what_it_unpacks_to(tmp_path, text, place):
-    """2 MiB of empty lists are 45 MiB of objects. In a process of its own: this one may have as much left over."""
+def test_json_is_bounded_by_what_it_unpacks_to(tmp_path, monkeypatch, text, place):
+    """2 MiB of empty lists are 45 MiB of objects."""
     path = tmp_path / "data.json"
     path.write_text(text % f"[{','.join(['[]'] * (2 * MIB // 3))}]")
-    code = (
-        "import sys; from longctx.data import json_records, load_records; json_records.RECORD_MEMORY_BYTES = 16 << 20"
-    )
-    code += "; load_records(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
-    assert re.search(rf"DataError: .*data\.json{place} with a parsed size of more than 16 MiB, the limit", done.stderr)
+    monkeypatch.setattr("longctx.data.json_records.RECORD_BOUNDS", Bounds(seconds=30, memory_bytes=16 * MIB))
+    with pytest.raises(DataError, match=rf"data\.json{place}: the record cannot be read: .* 16 MiB of memory"):
+        load_records(str(path))
 
 
-def test_an_array_is_parsed_one_record_at_a_time(tmp_path, monkeypatch):
-    """Its records together are larger than the limit, and none of them is."""
+def test_records_that_are_too_large_together_are_parsed_one_by_one(tmp_path, monkeypatch):
     path = tmp_path / "data.json"
     record = {"text": "a", "extra": [[]] * 20_000}
     path.write_text(json.dumps([record] * 40))
-    monkeypatch.setattr("longctx.data.json_records.RECORD_MEMORY_BYTES", 16 * MIB)
+    monkeypatch.setattr("longctx.data.json_records.RECORD_BOUNDS", Bounds(seconds=30, memory_bytes=16 * MIB))
     assert len(load_records(str(path))) == 40
 
 

@@ -392,10 +392,12 @@ def test_many_records_in_one_part_are_as_they_are_one_by_one(monkeypatch):
 def test_a_process_is_not_shared_after_a_fork_and_ends_with_its_owner():
     double = Confined(lambda number: 2 * number)
     assert double.call(Bounds.of_text(0), 4) == 8
-    pid = os.fork()
+    before, pid = double._pid, os.fork()
     if pid == 0:
-        os._exit(1 if double.is_ours else 0)
+        os._exit(0 if double.call(Bounds.of_text(0), 5) == 10 and double._pid != before else 1)
     assert os.waitpid(pid, 0)[1] == 0
+    assert double.call(Bounds.of_text(0), 6) == 12
+    assert double._pid == before
     double.close()
     with pytest.raises(ProcessLookupError):
         os.kill(double._pid or 2**22 + 1, 0)
