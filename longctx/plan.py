@@ -115,8 +115,11 @@ def _plan(options: argparse.Namespace, settings: Settings) -> int:
     if options.html is not None or options.output is not None:
         files[options.html or options.output / "plan.html"] = page_of(plan)
     for path, content in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content, encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content, encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written: {error.strerror}. Name another one.") from error
     return 1 if plan.best(plan.length) is None else 0
 
 

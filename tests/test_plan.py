@@ -365,6 +365,7 @@ def test_what_the_user_asks_for_is_kept(llama) -> None:
         (["--gpu", "H9000"], "--gpu H9000 is not a kind of GPU that is known. Use one of A100,"),
         (["--use_cpu"], "--use_cpu True needs --measure"),
         (["--max_lenght", "4096"], "Did you mean --max_length?"),
+        (["--output", "/dev/null/plan"], "/dev/null/plan/plan.json cannot be written: Not a directory"),
     ],
 )
 def test_bad_input_is_refused(flags, message, capsys) -> None:
