@@ -192,6 +192,16 @@ def own_card(path: Path) -> ModelCard | None:
     return ModelCard(text, ignore_metadata_errors=True) if _OURS in text else None
 
 
+def is_of_others(path: Path) -> bool:
+    """Return whether there is a card that neither longctx nor, as a template, peft has written."""
+    return path.exists() and not re.search(rf"{_OURS}|\[More Information Needed\]", path.read_text(errors="replace"))
+
+
+def describe_adapter(adapter: Any) -> str:
+    is_lora = adapter.peft_type == "LORA"
+    return f"LoRA, rank {adapter.r}, alpha {adapter.lora_alpha:g}" if is_lora else str(adapter.peft_type.value)
+
+
 def exported_card(card: ModelCard, model: TrainedModel) -> str:
     """Return the card of an exported model, after that of the folder it was exported from."""
     training, data = card.text.partition("\n## Training\n")[2], card.data.to_dict()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -115,14 +114,8 @@ def _flags_set(run: Run) -> str:
     flags, elsewhere = run.flags.method.flags, ("model_name_or_path", "dataset_name", "datasets", "output_dir")
     given = {name: run.flags[name] for name in sorted(run.flags.explicit) if name not in elsewhere}
     changed = {name: of for name, of in given.items() if of != flags[name].default and not flags[name].secret}
-    return "`" + " ".join(f"--{name} {shlex.join(_words(of))}" for name, of in changed.items()) + "`"
-
-
-def _words(value: Any) -> list[str]:
-    """Return a flag's value as it stands on a command line."""
-    if isinstance(value, list):
-        return [word for of in value for word in _words(of)]
-    return [json.dumps(value) if isinstance(value, dict) else str(value).removesuffix(".0")]
+    texts = {name: of if isinstance(of, str) else json.dumps(of, default=str) for name, of in changed.items()}
+    return " ".join(f"`--{name} {text}`" for name, text in texts.items()) or "none"
 
 
 def _afterwards(trainer: SequenceTrainer, model: TrainedModel) -> list[Line]:

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import upload_folder
 
 import longctx
-from longctx.model.card import CARD_FILE, TrainedModel, is_on_hub, model_card, own_card, training_section
+from longctx.model.card import (
+    CARD_FILE,
+    TrainedModel,
+    describe_adapter,
+    is_of_others,
+    is_on_hub,
+    model_card,
+    own_card,
+    training_section,
+)
 from longctx.ranks.agreement import on_all_ranks
 from longctx.training.checkpoint.files import NotSavedError
 from longctx.training.exactness import Exactness
@@ -91,10 +100,10 @@ class PushingMixin(Trainer):
         path, state, settings = Path(self.args.output_dir, CARD_FILE), self.state, self.args
         model = model or self.trained_model()
         last = next((entry for entry in reversed(state.log_history) if "loss" in entry), None)
-        best, adapter = self.best_evaluation(), model.adapter
+        best = self.best_evaluation()
         training = {
             "base model": model.base,
-            "adapter": adapter and f"{adapter.peft_type.value}, rank {adapter.r}, alpha {adapter.lora_alpha:g}",
+            "adapter": model.adapter and describe_adapter(model.adapter),
             "data": dataset_name,
             "sequence length": f"{settings.max_length:,} tokens",
             "sequences a step": self.get_total_train_batch_size(settings),
@@ -113,7 +122,7 @@ class PushingMixin(Trainer):
         more = [tags] if isinstance(tags, str) else tags or []
         try:
             earlier = own_card(path)
-            if earlier is None and path.exists():
+            if earlier is None and is_of_others(path):
                 logger.warning("%s was not written by longctx, and stays as it is", path)
                 return
             card = model_card(
