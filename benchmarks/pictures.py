@@ -7,7 +7,7 @@ Drawn by matplotlib, which is optional (the extra `plots`), in colours that colo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -64,7 +64,7 @@ FITS = 0.8
 
 
 def max_length_picture(path: Path, bars: Sequence[Bar], *, title: str, note: str = "") -> None:
-    """Draw the longest sequences as bars on a logarithmic axis, side by side for each number of devices.
+    """Draw the longest sequences as bars from 0, side by side for each number of devices.
 
     Raises:
         ValueError: without a bar, for a backend that has no colour, for two bars in one place, without matplotlib.
@@ -73,8 +73,7 @@ def max_length_picture(path: Path, bars: Sequence[Bar], *, title: str, note: str
     figure = _figure(width=max(6.0, 2.0 + 0.5 * (len(bars) + len({bar.devices for bar in bars}))), height=4.6)
     axes = figure.subplots()
     lengths = [bar.length for bar in bars if bar.length]
-    bottom, top = min(lengths, default=1000) / 2, max(lengths, default=1000)
-    axes.set_yscale("log")
+    top = max(lengths, default=1000)
     left, ticks = 0.0, {}
     for devices in sorted({bar.devices for bar in bars}):
         group = [bar for name in BACKEND_LOOKS for bar in bars if (bar.backend, bar.devices) == (name, devices)]
@@ -83,11 +82,11 @@ def max_length_picture(path: Path, bars: Sequence[Bar], *, title: str, note: str
             if bar.length:
                 axes.bar(x, bar.length, 0.9, color=look.color, hatch=look.hatch, edgecolor="white", linewidth=0)
             else:
-                axes.plot(x, bottom * 1.1, marker="x", color=look.color, markersize=7, clip_on=False)
+                axes.plot(x, 0, marker="x", color=look.color, markersize=7, clip_on=False)
             text = token_label(bar.length) if bar.length else "OOM"
             axes.annotate(
                 text,
-                (x, bar.length or bottom * 1.1),
+                (x, bar.length or 0),
                 xytext=(0, 3 if bar.length else 8),
                 textcoords="offset points",
                 ha="center",
@@ -96,13 +95,13 @@ def max_length_picture(path: Path, bars: Sequence[Bar], *, title: str, note: str
             )
         ticks[left + (len(group) - 1) / 2] = f"{devices:,}"
         left += len(group) + 1
-    axes.set_ylim(bottom, 2 * top)
+    axes.set_ylim(0, 1.1 * top)
     axes.set_xlim(-1, left - 1)
     axes.set_xticks(list(ticks), list(ticks.values()))
     axes.tick_params(axis="x", length=0)
     axes.set_xlabel("devices")
     axes.set_ylabel("longest sequence, tokens")
-    _token_axis(axes.yaxis)
+    axes.yaxis.set_major_formatter(lambda tokens, _: token_label(tokens))
     axes.grid(axis="y", color="0.9")
     axes.set_axisbelow(True)
     _legend_of_backends(figure, [bar.backend for bar in bars], lines=False)
@@ -112,12 +111,14 @@ def max_length_picture(path: Path, bars: Sequence[Bar], *, title: str, note: str
 def seconds_per_step_picture(path: Path, points: Sequence[Point], *, title: str, note: str = "") -> None:
     """Draw seconds of a step over the length of a sequence, both logarithmic: a panel for each number of devices.
 
-    Rows that do not fit are crosses in a strip above.
+    Sequences that do not fit are crosses in a strip above.
 
     Raises:
         ValueError: without a point, for a backend that has no colour, for two points in one place, without matplotlib.
     """
     _check(points, [(point.backend, point.devices, point.length) for point in points])
+    from matplotlib.ticker import LogLocator, NullLocator
+
     panels = sorted({point.devices for point in points})
     columns = 2 if len(panels) == 4 else min(3, len(panels))
     rows = -(-len(panels) // columns)
@@ -144,8 +145,12 @@ def seconds_per_step_picture(path: Path, points: Sequence[Point], *, title: str,
     first.set_xlim(lengths[0] / 2.5, lengths[-1] * 1.5)  # left of all, the word OOM
     low, high = low / 1.6, high * 1.6
     first.set_ylim(low, low * (high / low) ** (1 / FITS if any(p.seconds is None for p in points) else 1))
-    _token_axis(first.xaxis, lengths)
+    first.xaxis.set_ticks(lengths)
+    first.xaxis.set_major_formatter(lambda tokens, _: token_label(tokens))
+    first.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     first.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    for axis in (first.xaxis, first.yaxis):
+        axis.set_minor_locator(NullLocator())  # whose ticks would be written as 6 × 10⁻¹
     _legend_of_backends(figure, [point.backend for point in points], lines=True)
     _save(figure, path, title, note)
 
@@ -209,23 +214,6 @@ def _figure(*, width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _token_axis(axis: Any, ticks: Iterable[int] | None = None) -> None:
-    from matplotlib.ticker import LogLocator
-
-    if ticks is not None:
-        axis.set_ticks(list(ticks))
-    else:
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_minor_locator(_no_ticks())
-    axis.set_major_formatter(lambda tokens, _: token_label(tokens))
-
-
-def _no_ticks() -> Any:
-    from matplotlib.ticker import NullLocator
-
-    return NullLocator()
-
-
 def _legend_of_backends(figure: Figure, names: Sequence[str], *, lines: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -237,7 +225,7 @@ def _legend_of_backends(figure: Figure, names: Sequence[str], *, lines: bool) ->
         else Patch(facecolor=look.color, hatch=look.hatch, edgecolor="white", label=name)
         for name, look in shown.items()
     ]
-    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9)
+    figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)
 
 
 def _save(figure: Figure, path: Path, title: str, note: str) -> None:

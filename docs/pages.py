@@ -29,7 +29,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made here."""
     from mkdocs.structure.files import File
 
-    made: dict[str, Callable[[], str]] = {"reference/flags.md": flags_page, "reference/profiles.md": profiles_page}
+    made: dict[str, Callable[[], str]] = {FLAGS: flags_page, "reference/profiles.md": profiles_page}
     for name, source in COPIED.items():
         files.append(File.generated(config, name, content=text_of(source)))
     for path in sorted(results()):
@@ -47,8 +47,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return text_of(f"docs/{page.file.src_uri}") if page.file.abs_src_path else markdown
 
 
-MATRIX = "benchmarks/results/support_matrix.md"
-WIDE = (MATRIX, "howto/small-gpus.md", "reference/flags.md", "reference/chats.md")
+MATRIX, FLAGS = "benchmarks/results/support_matrix.md", "reference/flags.md"
+WIDE = (MATRIX, "howto/small-gpus.md", FLAGS, "reference/chats.md")
 """Pages whose tables take the width of the table of contents."""
 
 FLAG = re.compile(r"(?<![\w-])--\w+")
@@ -61,6 +61,8 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     if page.file.src_uri in WIDE:
         page.meta["hide"] = ["toc"]
     html = INLINE_CODE.sub(lambda code: FLAG.sub(r'<span class="flag">\g<0></span>', code[0]), html)
+    if page.file.src_uri == FLAGS:
+        return f'<div class="flags">{html}</div>'
     if page.file.src_uri != MATRIX:
         return html
     return MATRIX_CELL.sub(lambda cell: f'<td{cell[1]} class="cell-{cell[2].lower()}">{cell[2]}', html)

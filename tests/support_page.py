@@ -196,29 +196,27 @@ def shown_on(text: str) -> set[str]:
 
 _HEAD = """# Support matrix
 
-Each cell says whether a feature (row) is exact on a setup (column), is refused there, or needs a GPU to run.
+Will your setup train as one device would? Find your engine and backend in a column, and what you use in the rows.
 
-- **exact**: the run named under *shown by* was trained with this setup for five or six optimizer steps, on real engines
-  and real processes, in fp32, and compared with stock transformers on one process with dense attention. Loss and
-  gradient norm of the first step agree to 1e-5, and the losses of all steps to 1e-4. (The run `bf16` is as close to
-  fp32 as one process in bf16, and `DPO` is compared with TRL's trainer.) The test is
-  `tests/test_support_matrix.py::test_a_run_equals_one_process[setup: run]`. A name with `::` under *shown by* is
-  another test.
-- **refused** n: the flags are refused before processes start and before weights are read. Reason n is below the table.
-- **GPU**: the setup is not refused, but only a machine with GPUs can run it, and no run has been made on one.
-- **numbers**, **compiled**: the same as **GPU**, but the kernels have been tested without a GPU. **numbers** means that
-  their results in Triton's interpreter, which has the arithmetic of a GPU, were compared with a reference. **compiled**
-  means that they were compiled for GPUs. The tests are listed [below](#on-gpus). The list also names what was trained
-  on the soft device, a simulated CUDA device in host memory.
-- **untested**: the setup is not refused, and no test covered it in the run that wrote this page.
-
-Each setup uses the smallest number of ranks over which its backend can spread a sequence. In the run `data parallel`, a
-setup without data parallelism has twice as many processes.
+- **exact**: yes. Training was compared with stock transformers on one process: losses and gradient norms agree to 1e-5
+  in the first step, and losses to 1e-4 after five or six.
+- **refused** n: no. The run ends before it starts, with the reason that has this number below the table.
+- **GPU**: nobody has tried it. It is not refused, but needs a GPU and has not run on one.
+- **numbers**, **compiled**: as **GPU**, but the kernels were compared with a reference in an interpreter that has the
+  arithmetic of a GPU (numbers), or compiled for GPUs (compiled). What has run on a GPU stands [below](#on-gpus).
+- **untested**: it is not refused, and no test covered it.
 
 """
 
 _FOOT = """
 ## How this page is written
+
+Runs are real processes on real engines, in fp32 and with dense attention in the reference; the run `bf16` is as close
+to fp32 as one process in bf16, and `DPO` is compared with TRL's trainer. Each setup has the smallest number of ranks
+over which its backend can spread a sequence, and twice as many in the run `data parallel` if it has no data
+parallelism. The test of a run that is named under *shown by* is
+`tests/test_support_matrix.py::test_a_run_equals_one_process[setup: run]`; a name with `::` is another test. The soft
+device is a simulated CUDA device in host memory.
 
 From tests/matrix.py, on {date}, on a CPU with gloo ({versions}), by:
 

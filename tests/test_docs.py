@@ -43,6 +43,10 @@ MODULES = {
     "longctx.plan": "plan",
     "benchmarks.max_length": "bench",
 }
+QWEN3_4B = CONFIGS["Qwen/Qwen3-4B"]
+SIZES = CONFIGS | {
+    "Qwen/Qwen3-4B-Instruct-2507": type(QWEN3_4B)(**QWEN3_4B.to_dict() | {"max_position_embeddings": 262144})
+}
 DEVELOPMENT = {"ruff", "mypy", "pytest", "mkdocs", "source", "python"}
 """Programs of CONTRIBUTING.md, which .ci/run and tests here run."""
 
@@ -122,7 +126,7 @@ def started(words: list[str]) -> Started | None:
 def needs_more_than_is_here(words: list[str]) -> bool:
     """A model of the hub, data of the reader's, an ellipsis, another machine."""
     text = " ".join(words)
-    return bool(re.search(r"\w/\w[\w.-]*\d|my_|examples/|…|--rdzv_endpoint|--machine_rank|--gpus 1 2 4 8", text))
+    return bool(re.search(r"\w/\w[\w.-]*\d|\bmy[-_]|examples/|…|--rdzv_endpoint|--machine_rank|--gpus 1 2 4 8", text))
 
 
 # Read and resolved
@@ -133,7 +137,7 @@ def folder(tmp_path, monkeypatch):
     """A place with the reader's data; models of the hub are those of the same sizes that are published."""
     load = longctx.settings.model_config.load_config
     monkeypatch.setattr(
-        longctx.settings.model_config, "load_config", lambda name, *a, **k: CONFIGS.get(name) or load(name, *a, **k)
+        longctx.settings.model_config, "load_config", lambda name, *a, **k: SIZES.get(name) or load(name, *a, **k)
     )
     monkeypatch.setattr(longctx.settings.model_config, "load_whole_config", lambda *_, **__: None)
     monkeypatch.setattr(longctx.settings.arrange, "QLORA_VERSIONS", {})  # bitsandbytes is in no extra of the tests
@@ -209,11 +213,11 @@ def resolve_launched(run: Started, flags: list[str]) -> None:
         env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local)}
         env |= {"GROUP_RANK": "0", "ROLE_RANK": "0"}
     given = parse_flags(flags)
-    gpus = max(8, world // run.nodes) if given["model_name_or_path"] in CONFIGS else 0
+    gpus = max(8, world // run.nodes) if given["model_name_or_path"] in SIZES else 0
     with machine_of(gpus):
         resolved = resolve(given, read_profile(env), env)
     assert resolved.dims.world_size == (gpus if given["sp"] == "auto" else max(world, resolved.dims.sp))
-    if given["model_name_or_path"] in CONFIGS:
+    if given["model_name_or_path"] in SIZES:
         assert resolved.forecast is not None
         assert resolved.forecast.fits, resolved.forecast.describe()
 

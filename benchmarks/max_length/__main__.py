@@ -1,4 +1,4 @@
-"""Measure the longest sequence that each backend trains: `python -m benchmarks.max_length --gpus 1 2 4 8 --output DIR`.
+"""Measure the longest sequence that each backend trains: `longctx bench --gpus 1 2 4 8 --output DIR`.
 
 For each backend and number of devices, the sweep finds the longest sequence that completes two optimizer steps of the
 real trainer and the shortest that fails, and then measures the seconds of a step at fixed lengths. It writes
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"longctx: error: {error}", file=sys.stderr)
         return USAGE_ERROR
     try:
-        _sweep(options, results, shlex.join(["python", "-m", str(__package__), *given]))
+        _sweep(options, results, shlex.join(["longctx", "bench", *given]))
     except TimeIsUp as cut:
         print(f"longctx: time is up; the same command goes on with {cut}", file=sys.stderr)
         code = TIME_IS_UP

@@ -14,59 +14,16 @@ TABLE, LENGTHS_PICTURE, SECONDS_PICTURE = "table.md", "max_length.png", "seconds
 MIB = 2**20
 
 LENGTH_COLUMNS = (
-    "model",
-    "parameters",
-    "dtype",
-    "device × count",
-    "backend",
-    "sp × dp",
-    "engine",
-    "longest row",
-    "smallest that fails",
-    "why",
-    "tokens a rank",
-    "padding",
-    "peak allocated, MiB (rank)",
-    "reserved",
-    "host",
-    "predicted, MiB",
-    "error",
-    "status",
-    "commit",
+    *("backend", "devices", "sp × dp", "engine", "longest sequence", "shortest that fails", "tokens per rank"),
+    *("peak, MiB", "forecast error", "status"),
 )
 TIME_COLUMNS = (
-    "model",
-    "device × count",
-    "backend",
-    "sp × dp",
-    "row",
-    "tokens a rank",
-    "padding",
-    "s/it, median",
-    "p10",
-    "p90",
-    "it/s",
-    "tokens/s/device",
-    "causal MFU",
-    "peak allocated, MiB (rank)",
-    "reserved",
-    "host",
-    "status",
-    "commit",
+    *("backend", "devices", "sp × dp", "sequence", "tokens per rank", "s/step", "p10 to p90", "tokens/s/device"),
+    *("MFU", "peak, MiB"),
 )
 SUMMARY_COLUMNS = (
-    "backend",
-    "devices",
-    "sp × dp",
-    "longest sequence",
-    "timed at",
-    "s/step",
-    "tokens/s/device",
-    "peak, MiB",
-    "loss",
-    "gradient norm",
-    "forecast: peak",
-    "forecast: s/step",
+    *("backend", "devices", "sp × dp", "longest sequence", "timed at", "s/step", "tokens/s/device", "peak, MiB"),
+    *("first step", "forecast error"),
 )
 REFERENCES = ("one device", "TRL ring", "TRL ulysses")
 """Whose first step others are compared with: the first of them that trained on the same sequences."""
@@ -122,7 +79,7 @@ def timing(line: Line) -> dict[str, float] | None:
 
 
 def summary(lines: Sequence[Line]) -> Iterator[str]:
-    """Markdown to paste into an issue: what was measured where, and a row for each backend."""
+    """Markdown to paste into an issue: what was measured where, and a line for each backend."""
     sweep, known = _sweep(lines), latest(list(lines))
     commits = dict.fromkeys(line["commit"] for line in known.values() if line.get("commit"))
     yield from (f"### longctx bench: {sweep['model']} on {sweep['device']}", "")
@@ -139,8 +96,8 @@ def _summary_table(known: Mapping[Key, Line]) -> Iterator[str]:
     yield (
         "*Longest*: the longest sequence that completed two optimizer steps; ≥ where the search was not over. *Timed "
         "at*: the longest of the timed lengths that all backends train on so many devices. *Peak*: allocated at that "
-        "length, unless another is named. *Loss*, *gradient norm*: of the first step, relative to the reference on the "
-        "same sequences. *Forecast*: what was predicted, relative to what was measured."
+        "length, unless another is named. *First step*: its loss and gradient norm, relative to the reference on the "
+        "same sequences. *Forecast error*: what was predicted, relative to what was measured."
     )
 
 
@@ -163,10 +120,21 @@ def _summary_rows(devices: int, known: Mapping[Key, Line]) -> Iterator[list[str]
             f"{times['median']:.3g}" if times else NONE,
             f"{step['tokens'] / times['median'] / devices:,.0f}" if times else NONE,
             f"{peak['allocated'] / MIB:,.1f}{elsewhere}" if peak.get("allocated") else NONE,
-            *(_parity(name, key, known) for name in ("loss", "grad_norm")),
-            _error(peak.get("predicted"), peak.get("allocated")),
-            _error(step.get("predicted_seconds"), times["median"] if times else None),
+            _together({name: _parity(of, key, known) for name, of in (("loss", "loss"), ("norm", "grad_norm"))}),
+            _together(
+                {
+                    "peak": _error(peak.get("predicted"), peak.get("allocated")),
+                    "s/step": _error(step.get("predicted_seconds"), times["median"] if times else None),
+                }
+            ),
         ]
+
+
+def _together(values: Mapping[str, str]) -> str:
+    """Return the values that are known in one cell, with their names."""
+    if set(values.values()) == {"reference"}:
+        return "reference"
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value != NONE) or NONE
 
 
 def _is_timed(key: Key, line: Line) -> bool:
@@ -174,7 +142,7 @@ def _is_timed(key: Key, line: Line) -> bool:
 
 
 def _longest(combination: Line, known: Mapping[Key, Line]) -> int:
-    """Tokens of the longest row that has trained, so far where the search goes on; 0 for none."""
+    """Tokens of the longest sequence that has trained, so far where the search goes on; 0 for none."""
     if "longest" in combination:
         return int(combination["longest"])
     key = Key(FIT, combination["backend"], combination["devices"], 0)
@@ -214,21 +182,23 @@ def _page(lines: Sequence[Line]) -> Iterator[str]:
     sweep, known = _sweep(lines), latest(list(lines))
     yield from ("# How far it goes", "", "  \n".join(_commands(lines)), "", f"{sweep['device']}; {_versions(sweep)}")
     yield from ("", "## Summary", "", *_summary_table(known))
-    yield from ("", "## Longest rows", "", _how_measured(sweep) + ".")
+    yield from ("", "## Longest sequences", "", f"{_how_measured(sweep)}. {_model_text(sweep, known)}")
     yield (
-        "A row fits where two optimizer steps complete on it; *smallest that fails*: of the rows tried above the "
-        f"longest one, within {sweep['precision']:.1%} or one multiple of the padding. *Peak*: of the rank that has "
-        "most, and which. *Predicted*: allocated bytes at the longest row by the closed form, and its error."
+        "A sequence fits where two optimizer steps complete on it. The shortest that fails was tried within "
+        f"{sweep['precision']:.1%} or one multiple of the padding above the longest. *Peak*: allocated on the fullest "
+        "rank. *Forecast error*: of that peak, by the closed form. results.jsonl has all ranks, reserved bytes and "
+        "host memory."
     )
     yield ""
-    yield from _table(LENGTH_COLUMNS, [_length_row(line, known, sweep) for line in _of(known, COMBINATION)])
-    yield from ("", "## Seconds of an optimizer step", "")
+    yield from _table(LENGTH_COLUMNS, [_length_row(line, known) for line in _of(known, COMBINATION)])
+    yield from ("", "## Seconds per step", "")
     yield (
-        f"Steps of warm-up before: {sweep['warmup']}. MFU: floating point operations of the parameters and of causal "
-        f"attention over the device's peak, {_peak_text(known)}."
+        f"Optimizer steps, after {sweep['warmup']} of warm-up: the median, and the range from p10 to p90. *MFU*: "
+        "floating point operations of the parameters and of causal attention over the device's peak, "
+        f"{_peak_text(known)}."
     )
     yield ""
-    yield from _table(TIME_COLUMNS, [_time_row(line, known, sweep) for line in _of(known, TIME)])
+    yield from _table(TIME_COLUMNS, [_time_row(line, known) for line in _of(known, TIME)])
     if errors := list(_errors(known)):
         yield from ("", "## Why", "", *errors)
 
@@ -248,54 +218,49 @@ def _how_measured(sweep: Line) -> str:
     return f"{'Traced bytes of real steps' if sweep['use_cpu'] else 'Memory that torch may take'}: {budget}"
 
 
-def _length_row(line: Line, known: Mapping[Key, Line], sweep: Line) -> list[str]:
+def _model_text(sweep: Line, known: Mapping[Key, Line]) -> str:
+    sizes = {f"{line['parameters']:,} parameters in {line['dtype']}" for line in known.values() if "dtype" in line}
+    commits = dict.fromkeys(line["commit"] for line in known.values() if line.get("commit"))
+    return (
+        f"{sweep['model']}: {'; '.join(sorted(sizes)) or 'nothing trained'}. Commit {', '.join(commits) or 'unknown'}."
+    )
+
+
+def _length_row(line: Line, known: Mapping[Key, Line]) -> list[str]:
     key = Key(FIT, line["backend"], line["devices"], 0)
     fit = known.get(key._replace(length=line.get("longest") or 0), {})
     fails = known.get(key._replace(length=line.get("fails") or 0), {})
-    predicted, allocated = fit.get("predicted"), fit.get("allocated")
     return [
-        sweep["model"],
-        f"{line['parameters']:,}" if "parameters" in line else NONE,
-        line.get("dtype", NONE),
-        f"{sweep['device_kind']} × {line['devices']}",
         line["backend"],
+        str(line["devices"]),
         _degrees(line),
         line.get("engine", NONE),
         f"{line['longest']:,}" if "longest" in line else NONE,
-        f"{line['fails']:,}" if line.get("fails") else NONE,
-        fails.get("status", NONE),
+        f"{line['fails']:,} ({fails.get('status', NONE)})" if line.get("fails") else NONE,
         _per_rank(line, line.get("longest")),
-        f"{fit['padding']:.1%}" if fit else NONE,
-        *_peaks(fit),
-        f"{predicted / MIB:,.1f}" if predicted else NONE,
-        _error(predicted, allocated),
+        _peak(fit),
+        _error(fit.get("predicted"), fit.get("allocated")),
         line["status"],
-        line.get("commit") or NONE,
     ]
 
 
-def _time_row(line: Line, known: Mapping[Key, Line], sweep: Line) -> list[str]:
+def _time_row(line: Line, known: Mapping[Key, Line]) -> list[str]:
     combination = known.get(Key(COMBINATION, line["backend"], line["devices"], 0), {})
-    times = timing(line)
-    cells = [NONE] * 6
-    if times:
+    cells = ["OOM" if line["status"] == OOM else line["status"], NONE, NONE, NONE]
+    if times := timing(line):
         speed = line["tokens"] / times["median"] / line["devices"]
         peak = line.get("peak_flops")
         mfu = line["flops"] / times["median"] / line["devices"] / peak if peak and line.get("flops") else None
-        cells = [f"{times[name]:.3g}" for name in ("median", "p10", "p90")]
-        cells += [f"{1 / times['median']:.3g}", f"{speed:,.0f}", f"{mfu:.1%}" if mfu else NONE]
+        cells = [f"{times['median']:.3g}", f"{times['p10']:.3g} to {times['p90']:.3g}", f"{speed:,.0f}"]
+        cells.append(f"{mfu:.1%}" if mfu else NONE)
     return [
-        sweep["model"],
-        f"{sweep['device_kind']} × {line['devices']}",
         line["backend"],
+        str(line["devices"]),
         _degrees(combination),
         f"{line['length']:,}",
         _per_rank(combination, line.get("padded_length", line["length"])),
-        f"{line['padding']:.1%}" if "padding" in line else NONE,
-        *(cells if line["status"] != OOM else ["OOM", *cells[1:]]),
-        *_peaks(line),
-        line["status"],
-        line.get("commit") or NONE,
+        *cells,
+        _peak(line),
     ]
 
 
@@ -310,14 +275,10 @@ def _per_rank(combination: Line, length: int | None) -> str:
     return f"{-(-length // combination['sp']):,}" if length and combination.get("sp") else NONE
 
 
-def _peaks(line: Line) -> list[str]:
-    """Allocated, reserved and host, each with the rank that has most."""
-    cells = []
-    for name in ("allocated", "reserved", "host"):
-        peaks = [peak for peak in line.get(f"{name}_by_rank", []) if peak]
-        most = max(peaks, default=None)
-        cells.append(f"{most / MIB:,.1f} ({line[f'{name}_by_rank'].index(most)})" if most else NONE)
-    return cells
+def _peak(line: Line) -> str:
+    """Return the bytes allocated on the rank that has most."""
+    most = max((peak for peak in line.get("allocated_by_rank", []) if peak), default=None)
+    return f"{most / MIB:,.1f}" if most else NONE
 
 
 def _peak_text(known: Mapping[Key, Line]) -> str:
@@ -330,7 +291,7 @@ def _errors(known: Mapping[Key, Line]) -> Iterator[str]:
     for key, line in known.items():
         explains = line["status"] != OOM or (key.kind == FIT and (key.backend, key.devices) in nothing_fits)
         if line.get("error") and explains:
-            at = f", rows of {key.length:,}" if key.length else ""
+            at = f", sequences of {key.length:,}" if key.length else ""
             yield f"- {key.backend} on {key.devices}{at}: {line['status']}: {line['error']}"
 
 

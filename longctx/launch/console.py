@@ -24,7 +24,7 @@ GROUPS = (
     ("model", "weights", "files"),
     ("data", "records", "overlong", "sample", "packing", "prompts", "targets", "mixture", "evaluate", "resume"),
     ("auto", "mesh", "backend", "engine", "device", "kernel", "memory", "liger", "compile"),
-    ("batch", "tokens", "routers", "forecast", "time", "disk", "preset", "defaults"),
+    ("batch", "tokens", "routers", "forecast", "steps", "time", "disk", "preset", "defaults"),
     ("note",),
 )
 """Labels of the summary, in the order in which they are printed."""

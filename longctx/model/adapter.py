@@ -118,7 +118,13 @@ def add_adapter(model: PreTrainedModel, settings: Mapping[str, Any]) -> PreTrain
     """
     with torch.random.fork_rng(devices=[]), on_cpu_without_memory(model):
         torch.manual_seed(settings["seed"])
-        return _adapted(model, settings)
+        adapted = _adapted(model, settings)
+    adapted.create_or_update_model_card = _no_card
+    return adapted
+
+
+def _no_card(folder: str) -> None:
+    """Write no README.md, where peft would save a template that is to be filled in; a run writes its own."""
 
 
 def obstacle_to_adapting_rows(settings: Mapping[str, Any]) -> str | None:

@@ -21,10 +21,13 @@ import longctx
 from longctx.forecast.cost import Cost
 from longctx.launch.console import Line, show
 from longctx.launch.failures import reason
+from longctx.launch.terminal import number
+from longctx.packing import PackingReport
 from longctx.report.charts import all_charts, key_numbers, numbers_table
 from longctx.report.svg import document, escaped, table, words
 from longctx.settings.flags import SFT
 from longctx.settings.run import Run
+from longctx.training.checkpoint.files import step_of
 from longctx.training.checkpoint.folder import checkpoints
 from longctx.training.exactness import EXACTNESS_FILE, Exactness
 from longctx.training.trainer import SequenceTrainer
@@ -105,7 +108,7 @@ def _write(
         given={name: run.settings[name] for name in run.flags.explicit},
         settings=run.settings,
         versions=_versions(trainer.sequence.device, run.dims.world_size),
-        checkpoints=[str(path) for path in reversed(checkpoints(folder))],
+        checkpoints=checkpoints(folder)[::-1],
         written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     )
     try:
@@ -153,7 +156,7 @@ class RunReport:
     settings: Mapping[str, Any]
     """All flags."""
     versions: Mapping[str, str]
-    checkpoints: Sequence[str] = field(default=())
+    checkpoints: Sequence[Path] = field(default=())
     written: str
     """The time of writing."""
 
@@ -173,9 +176,9 @@ class RunReport:
             (FOLDED, "Numbers", numbers_table(self.history)),
             (FOLDED, "All flags", table(_flags(self.settings))),
             (SECTION, "Flags that were set", table(_flags(self.given))),
-            (SECTION, "Packing", table((name.replace("_", " "), _value(of)) for name, of in packing.items())),
+            (SECTION, "Packing", "".join(f"<p>{escaped(part)}</p>" for part in _packing(packing)) or "<p>none</p>"),
             (SECTION, "Versions", table(self.versions.items())),
-            (SECTION, "Checkpoints", table((Path(path).name, path) for path in self.checkpoints)),
+            (SECTION, "Checkpoints", table((path.name, _checkpoint(path, self.history)) for path in self.checkpoints)),
         )
         tiles = key_numbers(self.history, self.forecast)
         body = BODY.format(
@@ -213,6 +216,29 @@ def _hide(page: str, settings: Mapping[str, Any]) -> str:
     for secret in sorted({v for v in values if isinstance(v, str) and len(v) >= 8}, key=len, reverse=True):
         page = page.replace(escape(secret), HIDDEN)
     return _LOOKS_SECRET.sub(HIDDEN, page)
+
+
+def _packing(values: Mapping[str, Any]) -> list[str]:
+    """Return what became of documents and tokens, in words; nothing for an entry of another release."""
+    try:
+        report = PackingReport(**{name: values[name] for name in PackingReport.__dataclass_fields__ if name in values})
+        said = str(report).split("; ")
+    except (TypeError, ValueError):
+        return []
+    return [*said, *([f"the data set was begun {passes} times"] if (passes := values.get("passes")) else [])]
+
+
+def _checkpoint(path: Path, history: Sequence[Mapping[str, Any]]) -> str:
+    """Return the last losses up to a checkpoint, its size and its path."""
+    said, size = [], 0
+    for name, key in (("loss", "loss"), ("evaluation", "eval_loss")):
+        entries = [entry for entry in history if key in entry and entry["step"] <= step_of(path)]
+        if entries:
+            step = entries[-1]["step"]
+            said.append(f"{name} {entries[-1][key]:.4g}" + (f" at step {step:,}" if step != step_of(path) else ""))
+    with suppress(OSError):  # a later run may be deleting it
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return ", ".join([*said, f"{number(size)}B", str(path)])
 
 
 def _flags(settings: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from longctx.launch.terminal import number
+from longctx.model.card import CARD_FILE, TrainedModel, exported_card, own_card
 from longctx.model.config_file import check_model_folder, read_config_file, side_file
 from longctx.model.files import check_weight_files, files_read, weight_files
 from longctx.model.load import load_config, load_model, load_tokenizer, load_whole_config
@@ -60,7 +61,7 @@ def export(folder: Path, output: Path, base: str | None, revision: str | None) -
         source = _source(folder, base, revision, Path(made))
         with writing(output.resolve(), is_owner=True) as partial:
             make_partial(partial)
-            said = _write(source, partial)
+            said = _write(source, partial, output.resolve().name)
             for path in partial.rglob("*"):
                 flush(path)
             take_place(partial, output.resolve())
@@ -151,8 +152,12 @@ def _source(folder: Path, base: str | None, revision: str | None, made: Path) ->
     return _Source(folder, is_adapter, name, revision, described, config, whole_config)
 
 
-def _write(source: _Source, folder: Path) -> str:
-    """Write everything, and return what was done."""
+def _write(source: _Source, folder: Path, name: str) -> str:
+    """Write everything, and return what was done.
+
+    Args:
+        name: that the folder gets.
+    """
     model, tensors, said = _planned(source)
     if tensors is None:
         model = _load_at_once(source)
@@ -169,6 +174,10 @@ def _write(source: _Source, folder: Path) -> str:
             values["tie_word_embeddings"] = False
         (folder / CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n")
     has_tokenizer = _copy_beside(source, folder)
+    if (card := own_card(source.folder / CARD_FILE)) is not None:
+        config = source.whole_config or source.config
+        exported = TrainedModel(folder=name, base=None, config=config, is_exported=True)
+        (folder / CARD_FILE).write_text(exported_card(card, exported), encoding="utf-8")
     written = [weight for path in weight_files(str(folder), None) for _, weight in stored_in(path)]
     kinds = " and ".join(sorted({weight.kind for weight in written}))
     size, files = number(sum(weight.nbytes for weight in written)), len({weight.file for weight in written})

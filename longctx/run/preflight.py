@@ -21,13 +21,16 @@ from longctx.launch.console import Line
 from longctx.model.files import weight_files
 from longctx.model.saving import damage_of_generation_config
 from longctx.model.tiny import TINY
+from longctx.packing import plan_packing
 from longctx.run.preparation import read_tokenizer, template_notes
 from longctx.settings.run import Run
 from longctx.training.dataset import first_documents
+from longctx.training.fingerprint import is_preference
+from longctx.training.schedule import steps_of_epochs
 
 GB = 10**9
-SAMPLED = 256
-"""Documents that are read."""
+SAMPLED, SAMPLED_TOKENS = 256, 4_000_000
+"""Documents that are read at least, and tokens up to which further ones are, which takes a few seconds."""
 SHOWN = 60
 """Characters that are shown at each end of a part of a sample."""
 SHOWN_PARTS = 6
@@ -44,29 +47,42 @@ def preflight(run: Run) -> list[Line]:
         ValueError: for data or a model that cannot be read as asked.
     """
     tokenizer = read_tokenizer(run.settings, run.model_config)
-    documents = first_documents(run.settings, tokenizer, run.model_config, SAMPLED)
+    documents, is_all = first_documents(
+        run.settings, tokenizer, run.model_config, number=SAMPLED, tokens=SAMPLED_TOKENS
+    )
+    lengths = [len(document["input_ids"]) for document in documents]
+    data = list(_describe_data(documents, lengths, run.settings, is_all=is_all))
+    steps, sequences = _count_steps(run, lengths) if is_all else (run.settings["max_steps"], None)
     return [
         *(Line("note", note) for note in template_notes(run.settings, tokenizer, run.model_config)),
-        *_describe_data(documents, run.settings),
+        *data,
         Line("sample", _decoded(documents[0], tokenizer)),
         *_describe_files(run),
         Line("disk", _describe_disk(run)),
         *run.describe_batch(),
-        *_describe_time(run),
+        Line("steps", _describe_steps(run, steps, sequences)),
+        *_describe_time(run, steps),
     ]
 
 
-def _describe_data(documents: Sequence[Mapping[str, NDArray[Any]]], settings: Mapping[str, Any]) -> Iterator[Line]:
+def _describe_data(
+    documents: Sequence[Mapping[str, NDArray[Any]]],
+    lengths: Sequence[int],
+    settings: Mapping[str, Any],
+    *,
+    is_all: bool,
+) -> Iterator[Line]:
     """Yield how many tokens the documents have, and how many of them are trained on.
 
     Raises:
         DataError: if one is too long, and such documents are refused.
     """
-    lengths = [len(document["input_ids"]) for document in documents]
     learnt = sum(int((_labels(document)[1:] != IGNORE_INDEX).sum()) for document in documents)
+    limit = f" (--dry_run reads {SAMPLED}, and more up to {SAMPLED_TOKENS:,} tokens)"
     yield Line(
         "records",
-        f"{len(lengths):,} documents were read: {sum(lengths):,} tokens, {learnt:,} of them "
+        f"{'all' if is_all else 'the first'} {len(lengths):,} documents were read{'' if is_all else limit}: "
+        f"{sum(lengths):,} tokens, {learnt:,} of them "
         f"({learnt / sum(lengths):.0%}) trained on, {max(lengths):,} in the longest document",
     )
     if not (too_long := sum(length > settings["max_length"] for length in lengths)):
@@ -156,13 +172,36 @@ def _gb(size: float) -> str:
     return f"{size / GB:,.1f} GB" if size >= GB / 10 else f"{size / 10**6:,.1f} MB"
 
 
-def _describe_time(run: Run) -> Iterator[Line]:
+def _count_steps(run: Run, lengths: Sequence[int]) -> tuple[int, int | None]:
+    """Return the steps of the run and the sequences of an epoch, from the lengths of all documents.
+
+    Where other facts count besides, which only --prepare_only looks at, they are --max_steps and None.
+    """
+    settings = run.settings
+    is_plain = not (settings["datasets"] or is_preference(settings))
+    if settings["max_steps"] > 0 or settings["overlong"] == "turns" or not is_plain:
+        return settings["max_steps"], None
+    strategy = settings["packing_strategy"] if settings["packing"] else "none"
+    packing, _ = plan_packing(lengths, settings["max_length"], strategy=strategy, overlong=settings["overlong"])
+    size = settings["per_device_train_batch_size"] * run.dims.dp * settings["gradient_accumulation_steps"]
+    epochs, drop_last = settings["num_train_epochs"], settings["dataloader_drop_last"]
+    return steps_of_epochs(len(packing), size, epochs=epochs, drop_last=drop_last), len(packing)
+
+
+def _describe_steps(run: Run, steps: int, sequences: int | None) -> str:
+    if sequences is not None:
+        epochs = run.settings["num_train_epochs"]
+        return f"{steps:,}: {epochs:g} epoch{'s' * (epochs != 1)} of {sequences:,} sequence{'s' * (sequences != 1)}"
+    return f"{steps:,}" if steps > 0 else "known once all documents are packed, which --prepare_only does"
+
+
+def _describe_time(run: Run, steps: int) -> Iterator[Line]:
     """Yield the predicted time of the whole run, or of a step where an epoch's steps are not yet known."""
     if run.forecast is None or not run.forecast.machine.is_known:
         return
-    steps, seconds = run.settings["max_steps"], run.forecast.step_seconds
+    seconds = run.forecast.step_seconds
     if steps <= 0:
-        yield Line("time", f"{seconds:.3g} s a step (predicted); --prepare_only counts the steps of an epoch")
+        yield Line("time", f"{seconds:.3g} s a step (predicted)")
         return
     minutes = round(steps * seconds / 60)
     duration = f"{minutes // 60:,} h {minutes % 60:02} min" if minutes else f"{steps * seconds:.0f} s"

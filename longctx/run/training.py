@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.text import Text
 from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 from longctx.data import DataError, name_data
-from longctx.launch.console import Line, say, show, show_result, show_summary
+from longctx.launch.console import Line, say, show, show_result, show_row, show_summary
 from longctx.launch.failures import FollowSteps
 from longctx.model.adapter import add_adapter
-from longctx.model.load import count_parameters, count_trained_parameters, load_model
+from longctx.model.card import CARD_FILE, TrainedModel
+from longctx.model.load import count_parameters, count_trained_parameters, load_model, load_whole_config
 from longctx.ranks.agreement import broadcast_object
 from longctx.report.memory_advice import describe_memory
 from longctx.report.page import reported
@@ -24,7 +27,7 @@ from longctx.run.model import attention_kernel, build_trainer
 from longctx.run.preparation import PreparedRun
 from longctx.settings.run import Run
 from longctx.training.callbacks import CompareForecast, ProfileSteps
-from longctx.training.checkpoint.folder import end, stamp
+from longctx.training.checkpoint.folder import checkpoints, end, stamp
 from longctx.training.dataset import TrainingData
 from longctx.training.exactness import NOT_LOGGED, Exactness
 from longctx.training.reference import single_device_step
@@ -79,10 +82,16 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
             exactness = broadcast_object(_compare_first_step(trainer, run) if is_first else exactness)
             if trainer.args.should_save:
                 exactness.write(folder)
-    if trainer.args.push_to_hub and stopped_by is None:  # includes the page that `reported` wrote
-        trainer.push_results()
+    if stopped_by is None:
+        trained = trainer.trained_model(settings["model_name_or_path"], is_part=is_first and _is_text_part(settings))
+        trainer.create_model_card(dataset_name=name_data(settings), model=trained, also={"flags": _flags_set(run)})
+        if trainer.args.push_to_hub:  # includes the page that `reported` wrote
+            trainer.push_results()
     if is_first:
         show(Line("memory", line) for line in (memory if settings["explain"] else memory[-1:]))
+        if stopped_by is None:
+            show_row(Text())
+            show(_afterwards(trainer, trained))
         if stopped_by is not None:
             say(
                 f"stopped by {stopped_by.name} after step {trainer.state.global_step}, whose checkpoint is in "
@@ -91,6 +100,52 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
         elif exactness.compared:
             show_result(*str(exactness).split(": ", 1))
     return trainer
+
+
+def _is_text_part(settings: Mapping[str, Any]) -> bool:
+    """Whether the text part of a multimodal model is trained, as far as can be told at the end of a run."""
+    with suppress(OSError, ValueError):
+        return load_whole_config(settings["model_name_or_path"], revision=settings["model_revision"]) is not None
+    return False
+
+
+def _flags_set(run: Run) -> str:
+    """Return the flags that the user has set to other values than the defaults, without secrets and what rows tell."""
+    flags, elsewhere = run.flags.method.flags, ("model_name_or_path", "dataset_name", "datasets", "output_dir")
+    given = {name: run.flags[name] for name in sorted(run.flags.explicit) if name not in elsewhere}
+    changed = {name: of for name, of in given.items() if of != flags[name].default and not flags[name].secret}
+    texts = {name: of if isinstance(of, str) else json.dumps(of, default=str) for name, of in changed.items()}
+    return " ".join(f"`--{name} {text}`" for name, text in texts.items()) or "none"
+
+
+def _afterwards(trainer: SequenceTrainer, model: TrainedModel) -> list[Line]:
+    """Return what to do with the model that was saved, and how to go on from it."""
+    folder, best = Path(model.folder), trainer.best_evaluation()
+    what = "the model" if model.adapter is None else f"an adapter of {model.base}"
+    evaluated = "not evaluated; --eval_strategy steps evaluates during training"
+    if best is not None:
+        evaluated = "{} {:.4g} after step {:,}".format(*best) + _which_is_saved(trainer, best[2])
+    if kept := checkpoints(folder):
+        go_on = f"--resume_from_checkpoint auto with a larger --max_steps goes on from {kept[0].name}"
+    else:
+        go_on = f"without a checkpoint (--save_strategy steps), from the weights: --model_name_or_path {model.weights}"
+    export, use = Line("export", model.export()), [Line("load", model.load()), Line("serve", model.serve())]
+    return [
+        Line("model", f"{folder} has {what}; its {CARD_FILE} says how it was trained"),
+        Line("best", evaluated),
+        *([export, *use] if model.needs_export else [*use, export]),
+        Line("go on", go_on),
+    ]
+
+
+def _which_is_saved(trainer: SequenceTrainer, step: int) -> str:
+    """Return how the saved model is related to the step of the best evaluation."""
+    last = trainer.state.global_step
+    if trainer.args.load_best_model_at_end:
+        return ", which is the saved model"
+    if step == last:
+        return ", the last"
+    return f"; the saved model is that of step {last:,} (--load_best_model_at_end True saves the best)"
 
 
 class _Stamp(TrainerCallback):

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -268,19 +267,38 @@ def _named(error: DataError, where: Mapping[str, Any]) -> DataError:
 
 
 def first_documents(
-    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig, number: int
-) -> list[dict[str, NDArray[np.int32]]]:
+    settings: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: PretrainedConfig,
+    *,
+    number: int,
+    tokens: int,
+) -> tuple[list[dict[str, NDArray[np.int32]]], bool]:
     """Read and tokenise the first documents of the training split, of each data set alike; nothing is cached.
 
+    Args:
+        number: documents that are read at least.
+        tokens: further documents are read as long as there are fewer.
+
     Returns:
-        Up to `number` documents, each with `input_ids` [tokens] and, if not all tokens are learnt, `labels` [tokens].
+        Documents, each with `input_ids` [tokens] and, if not all tokens are learnt, `labels` [tokens]; and whether
+        there are no others.
 
     Raises:
         DataError: for data that cannot be read or trained on as asked.
     """
-    sources = _of_each(settings)
-    streams = [_document_stream(one, tokenizer, model_config) for one in sources]
-    return [document for stream in streams for document in islice(stream, -(-number // len(streams)))][:number]
+    streams = [_document_stream(one, tokenizer, model_config) for one in _of_each(settings)]
+    found: list[dict[str, NDArray[np.int32]]] = []
+    is_all = True
+    for stream in streams:
+        held = 0
+        for count, document in enumerate(stream):
+            if count * len(streams) >= number and held * len(streams) >= tokens:
+                is_all = False
+                break
+            found.append(document)
+            held += len(document["input_ids"])
+    return found, is_all
 
 
 def _stream_of_split(

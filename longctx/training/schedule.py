@@ -51,8 +51,12 @@ def steps_of_run(args: SFTConfig, rows: PackedDataset | PackedStream, dp: int) -
     if args.max_steps > 0 or not isinstance(rows, PackedDataset):
         return args.max_steps
     size = args.per_device_train_batch_size * dp * args.gradient_accumulation_steps
-    steps_of_epoch = len(rows) // size if args.dataloader_drop_last else -(-len(rows) // size)
-    return math.ceil(args.num_train_epochs * steps_of_epoch)
+    return steps_of_epochs(len(rows), size, epochs=args.num_train_epochs, drop_last=args.dataloader_drop_last)
+
+
+def steps_of_epochs(num_sequences: int, size: int, *, epochs: float, drop_last: bool) -> int:
+    """Return the optimizer steps of epochs of so many sequences, of which a step takes `size`."""
+    return math.ceil(epochs * (num_sequences // size if drop_last else -(-num_sequences // size)))
 
 
 def _count(rows: PackedDataset | PackedStream, *, at_most: int) -> int:

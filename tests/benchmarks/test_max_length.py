@@ -267,15 +267,19 @@ def test_a_sweep_of_two_ranks(tmp_path) -> None:
     for key, (status, peaks) in fits.items():
         assert (status == "ok") == (key.length <= ring[0]) == (max(peaks) <= budget)
     assert list(timed.values()) == ["ok", "oom"]
-    longest, refused = cells(tmp_path, "Longest rows")
-    assert longest["longest row"] == f"{ring[0]:,}"
+    longest, refused = cells(tmp_path, "Longest sequences")
+    assert longest["longest sequence"] == f"{ring[0]:,}"
+    assert longest["shortest that fails"] == f"{ring[1]:,} (oom)"
+    assert len(longest) <= 10
     assert longest["sp × dp"] == "2 × 1"
-    assert abs(float(longest["error"].rstrip("%"))) < 30
+    assert abs(float(longest["forecast error"].rstrip("%"))) < 30
     assert refused["status"] == "refused"
     assert "- hybrid on 2: refused: " in (tmp_path / "table.md").read_text()
-    first, second = cells(tmp_path, "Seconds of an optimizer step")
-    assert float(first["p10"]) <= float(first["s/it, median"]) <= float(first["p90"])
-    assert second["s/it, median"] == "OOM"
+    first, second = cells(tmp_path, "Seconds per step")
+    low, high = map(float, first["p10 to p90"].split(" to "))
+    assert low <= float(first["s/step"]) <= high
+    assert second["s/step"] == "OOM"
+    assert len(first) <= 10
     assert {path.name for path in tmp_path.iterdir()} == {
         "max_length.png",
         "results.jsonl",
@@ -312,8 +316,8 @@ def undisturbed(tmp_path_factory):
 def test_the_same_sweep_gives_the_same_lengths_and_peaks(undisturbed, tmp_path) -> None:
     again = sweep(tmp_path, *SHORT)
     assert again == undisturbed[1]
-    names = ("backend", "longest row", "smallest that fails", "peak allocated, MiB (rank)", "predicted, MiB", "status")
-    first, second = cells(undisturbed[0], "Longest rows"), cells(tmp_path, "Longest rows")
+    names = ("backend", "longest sequence", "shortest that fails", "peak, MiB", "forecast error", "status")
+    first, second = cells(undisturbed[0], "Longest sequences"), cells(tmp_path, "Longest sequences")
     assert [[row[name] for name in names] for row in first] == [[row[name] for name in names] for row in second]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
 
+from benchmarks import pictures
 from benchmarks.pictures import Bar, Point, max_length_picture, seconds_per_step_picture
 from longctx.launch.terminal import token_label
 
@@ -25,6 +27,24 @@ POINTS = [Point("ring", 2, 4096, 1.5, 1.4, 2.0), Point("ring", 2, 8192, None), P
 def test_a_png_is_written(draw, what, tmp_path) -> None:
     draw(tmp_path / "a.png", what, title="tiny", note="predicted")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_legend_lies_beside_the_title_and_ticks_are_plain_numbers(tmp_path, monkeypatch) -> None:
+    """The seconds lie within one power of 10, where matplotlib writes minor ticks as 6 × 10⁻¹."""
+    figures, save = [], pictures._save
+    monkeypatch.setattr(pictures, "_save", lambda figure, *given: (figures.append(figure), save(figure, *given)))
+    points = [Point("ring", 2, 4096, 0.6), Point("ulysses", 2, 8192, 0.9)]
+    max_length_picture(tmp_path / "a.png", BARS, title="Longest sequences: " + 60 * "m", note="predicted")
+    seconds_per_step_picture(tmp_path / "b.png", points, title="Seconds per step: " + 60 * "m")
+    for figure in figures:
+        [legend], [title] = figure.legends, [text for text in figure.texts if "mmm" in text.get_text()]
+        assert not legend.get_window_extent().overlaps(title.get_window_extent())
+    bars, seconds = (figure.axes[0].yaxis for figure in figures)
+    assert bars.get_view_interval()[0] == 0
+    for axis in (bars, seconds):
+        labels = [label.get_text() for label in axis.get_ticklabels(which="both") if label.get_text()]
+        assert len(labels) > 1
+        assert all(re.fullmatch(r"[\d.]+[kM]?", label) for label in labels), labels
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ import itertools
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
 
 from longctx.forecast.cost import Cost
 from longctx.machine.here import Machine
+from longctx.packing import plan_packing
 from longctx.regions import PARTS
 from longctx.report import svg
 from longctx.report.charts import MOST_ROWS, all_charts
@@ -66,7 +68,7 @@ def test_a_page_says_no_secret_and_runs_nothing_of_what_it_shows(monkeypatch, tm
         command=["python", "--hub-token", "short", f"--hub_token={TOKEN}", hostile],
         given={"hub_token": "tiny", "output_dir": hostile},
         settings={"hub_token": "another-token", "model_name_or_path": "another-token/x"},
-        checkpoints=[hostile],
+        checkpoints=[Path(hostile.replace("\x00", ""), "checkpoint-1")],
     )
     page = html.write(tmp_path).read_text(encoding="utf-8")
     assert [path.name for path in tmp_path.iterdir()] == ["run_report.html"]
@@ -195,6 +197,25 @@ def test_charts_of_padding_and_imbalance_are_folded_unless_they_need_attention()
     high = [entry | {"padding_fraction": 0.02 * entry["step"] ** 2, "attention_imbalance": 1.2} for entry in low]
     folded = re.findall(r"<details class=flat><summary>(.*?)</summary>", report(history=high).html())
     assert folded == ["Attention imbalance: 1.2 in all steps"]
+
+
+def test_a_page_tells_packing_in_words_and_of_checkpoints_their_losses_and_sizes(tmp_path):
+    _, packing = plan_packing([300, 40, 90], 128, overlong="truncate")
+    history = [{"step": 0, "packing": packing.to_dict() | {"passes": 2}}, {"step": 2, "loss": 3.25}]
+    history += [{"step": 4, "loss": 2.5}, {"step": 4, "eval_loss": 2.75}]
+    for step in (1, 2, 5):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(bytes(1_234_000))
+    kept = [tmp_path / f"checkpoint-{step}" for step in (1, 2, 5)]
+    text = Page(report(history=history, checkpoints=kept).html()).text
+    assert set(str(packing).split("; ")) < set(text)
+    assert "172 tokens cut off (40.00%)" in text
+    assert "the data set was begun 2 times" in text
+    following = dict(itertools.pairwise(text))
+    assert following["checkpoint-1"] == f"1.23MB, {kept[0]}"
+    assert following["checkpoint-2"] == f"loss 3.25, 1.23MB, {kept[1]}"
+    assert following["checkpoint-5"] == f"loss 2.5 at step 4, evaluation 2.75 at step 4, 1.23MB, {kept[2]}"
 
 
 def test_a_page_without_a_step_says_so():

@@ -46,9 +46,7 @@ def found(data: str, *flags: str, model: str = "tiny") -> dict[str, str]:
 
 def test_the_first_records_are_read_and_their_mask_is_shown(chats):
     lines = found(chats, "--assistant_only_loss", "True", "--max_length", "2048")
-    numbers = (
-        r"2 documents were read: ([\d,]+) tokens, ([\d,]+) of them \((\d+)%\) trained on, ([\d,]+) in the longest .*"
-    )
+    numbers = r"all 2 documents were read: ([\d,]+) tokens, ([\d,]+) of them \((\d+)%\) trained on, ([\d,]+) in .*"
     count = re.fullmatch(numbers, lines["records"])
     tokens, learnt, percent, longest = (int(number.replace(",", "")) for number in count.groups())
     assert learnt == sum(len(answer) + 1 for answer in ("four", "hello", "good bye"))  # a byte is a token; a turn ends
@@ -132,4 +130,28 @@ def test_time_is_predicted_where_speeds_are_known(chats, monkeypatch):
     parts = re.fullmatch(r"500,000 steps × (\S+) s = (\d+) h (\d+) min \(predicted\)", line)
     seconds, hours, minutes = (float(number) for number in parts.groups())
     assert abs(500_000 * seconds - 3600 * hours - 60 * minutes) < 0.01 * 500_000 * seconds + 60  # three digits
-    assert "--prepare_only counts" in found(chats, "--max_length", "2048")["time"]
+    lines = found(chats, "--max_length", "2048", "--num_train_epochs", "2")
+    assert lines["steps"] == "2: 2 epochs of 1 sequence"
+    assert re.fullmatch(r"2 steps × \S+ s = \d+ s \(predicted\)", lines["time"])
+
+
+def test_the_steps_are_those_that_the_run_then_takes(tmp_path, monkeypatch):
+    """Where not all documents are read, it says why, and what counts the steps."""
+    data, flags = tmp_path / "data.jsonl", ["--max_length", "64", "--num_train_epochs", "1.5", "--save_strategy", "no"]
+    data.write_text("".join(json.dumps({"text": "x" * (1 + 7 * number % 90)}) + "\n" for number in range(40)))
+    flags += ["--overlong", "split", "--gradient_accumulation_steps", "3", "--use_cpu", "True"]
+    lines = found(str(data), *flags)
+    assert lines["records"].startswith("all 40 documents were read: ")
+    run = ["--model_name_or_path", "tiny", "--dataset_name", str(data), "--output_dir", str(tmp_path / "out"), *flags]
+    assert main([*run, "--report_to", "none"]) == 0
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert re.fullmatch(rf"{state['max_steps']}: 1.5 epochs of \d+ sequences", lines["steps"])
+    assert found(str(data), *flags, "--max_steps", "7")["steps"] == "7"
+    monkeypatch.setattr("longctx.run.preflight.SAMPLED", 10)
+    monkeypatch.setattr("longctx.run.preflight.SAMPLED_TOKENS", 500)
+    lines = found(str(data), *flags)
+    first = re.match(
+        r"the first (\d+) documents were read \(--dry_run reads 10, and more up to 500 tokens\)", lines["records"]
+    )
+    assert 10 < int(first[1]) < 40
+    assert lines["steps"] == "known once all documents are packed, which --prepare_only does"

@@ -128,7 +128,8 @@ def test_overwriting_deletes_the_run_alone_and_leaves_no_file_of_its_model(train
     (output / "adapter_config.json").write_text("{}")
     Exactness.of_step((1.0, 1.0), (1.0, 1.0), bf16=False).write(output)
     assert main([*given, "--output_dir", str(output), *OVERWRITE, "--max_steps", "1"]) == 0
-    [deleted] = re.findall("--overwrite_output_dir: deleted (adapter_config.json, .*) in", capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    [deleted] = re.findall("--overwrite_output_dir: deleted (README.md, adapter_config.json, .*) in", printed)
     assert "exactness.json" in deleted
     assert [path.name for path in checkpoints(output)] == ["checkpoint-1"]
     assert Exactness.read(output).compared is False

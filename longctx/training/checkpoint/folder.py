@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from longctx.model.card import CARD_FILE, own_card
 from longctx.training.checkpoint.files import (
     CHECKPOINT,
     LEFT_BEHIND,
@@ -54,10 +55,10 @@ MODEL_FILES = (
 """Files of a saved model and its tokenizer."""
 _RUN_FILES = (
     *("checkpoint-*", "model.partial", "trainer_state.json", "training_args.bin", "run_report.html"),
-    *("nonfinite.jsonl", "profile", "hang", EXACTNESS_FILE),
+    *("nonfinite.jsonl", "profile", "hang", EXACTNESS_FILE, CARD_FILE),
 )
 """What else a run writes."""
-_REPORTS = {EXACTNESS_FILE, "run_report.html", "hang"}
+_REPORTS = {EXACTNESS_FILE, CARD_FILE, "run_report.html", "hang"}
 """If a folder holds nothing else but run.json, its run was refused, or ended before its first checkpoint."""
 
 
@@ -153,6 +154,8 @@ def _written(folder: Path) -> list[str]:
     """Return the names in a folder that a run writes. Mere reports of a run without a checkpoint do not count."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     found = [name for name in names if any(fnmatch.fnmatchcase(name, kind) for kind in (*MODEL_FILES, *_RUN_FILES))]
+    if CARD_FILE in found and own_card(folder / CARD_FILE) is None:
+        found.remove(CARD_FILE)
     return [] if set(found) <= _REPORTS else found
 
 

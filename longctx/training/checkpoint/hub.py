@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import upload_folder
 
 import longctx
-from longctx.model.card import model_card
+from longctx.model.card import (
+    CARD_FILE,
+    TrainedModel,
+    describe_adapter,
+    is_of_others,
+    is_on_hub,
+    model_card,
+    own_card,
+    training_section,
+)
 from longctx.ranks.agreement import on_all_ranks
 from longctx.training.checkpoint.files import NotSavedError
 from longctx.training.exactness import Exactness
+from longctx.untrusted.files import written_whole
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -28,7 +41,7 @@ class PushingMixin(Trainer):
     """Makes a trainer push checkpoints in the background and output_dir at the end."""
 
     def push_results(self) -> None:
-        """Push output_dir, except checkpoints, with a model card. Called by all ranks together.
+        """Push output_dir, except checkpoints. Called by all ranks together.
 
         Raises:
             NotSavedError, RefusedOnAllRanks: on the rank that failed, and on the others.
@@ -38,7 +51,6 @@ class PushingMixin(Trainer):
     def _push_output_dir(self) -> None:
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self._finish_current_push()
-        self.create_model_card()
         upload_folder(
             repo_id=str(self.hub_model_id),
             folder_path=self.args.output_dir,
@@ -48,33 +60,96 @@ class PushingMixin(Trainer):
             ignore_patterns=["_*", "checkpoint-*"],
         )
 
-    def create_model_card(self, *args: Any, tags: str | Sequence[str] | None = None, **kwargs: Any) -> None:
-        """Write README.md in output_dir with what this run knows of the model; TRL's other arguments are ignored."""
+    def trained_model(self, base: str | None = None, *, is_part: bool = False) -> TrainedModel:
+        """Return the model in output_dir, with the commands that use it.
+
+        Args:
+            base: the model that training began with; the one that the configuration names if None.
+            is_part: whether that is a multimodal model, of which the text part was trained.
+        """
+        model: Any = self.model
+        return TrainedModel(
+            folder=self.args.output_dir,
+            base=base or model.config.name_or_path or None,
+            config=self.base_config or model.config,
+            adapter=model.active_peft_config if hasattr(model, "peft_config") else None,
+            has_own_config=self.base_config is not None,
+            is_part=is_part,
+        )
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | Sequence[str] | None = None,
+        *,
+        model: TrainedModel | None = None,
+        also: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write README.md in output_dir on rank 0: how to use the model, and what this run knows of its training.
+
+        A card that someone else has written stays, and so does the license in an earlier one.
+
+        Args:
+            model_name, dataset_name, tags: as in TRL.
+            model: what `trained_model` returns, if more is known of it.
+            also: further rows of the table of the training.
+        """
         if not self.is_world_process_zero():
             return
-        dims, state, settings = self.sequence.dims, self.state, self.args
+        path, state, settings = Path(self.args.output_dir, CARD_FILE), self.state, self.args
+        model = model or self.trained_model()
         last = next((entry for entry in reversed(state.log_history) if "loss" in entry), None)
+        best = self.best_evaluation()
         training = {
+            "base model": model.base,
+            "adapter": model.adapter and describe_adapter(model.adapter),
+            "data": dataset_name,
             "sequence length": f"{settings.max_length:,} tokens",
             "sequences a step": self.get_total_train_batch_size(settings),
             "steps": f"{state.global_step:,} of {state.max_steps:,}",
             "last in the log": last
             and f"step {last['step']:,}: {last['num_tokens']:,} tokens, loss {last['loss']:.4g}",
+            "best evaluation": best and "{} {:.4g} after step {:,}".format(*best),
             "learning rate": f"{settings.learning_rate:g}, {settings.lr_scheduler_type.value}",
-            "devices": str(dims),
+            "devices": str(self.sequence.dims),
             "attention": "each document alone, as on one device",
-            "exactness": Exactness.read(Path(settings.output_dir)),
+            "exactness": Exactness.read(path.parent),
+            **(also or {}),
         }
-        card = model_card(
-            repository=str(self.hub_model_id or Path(settings.output_dir).name),
-            base_model=self.model.config.name_or_path or None,
-            tags=[*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])],
-            is_adapter=hasattr(self.model, "peft_config"),
-            has_config=self.base_config is not None,
-            training={name: value for name, value in training.items() if value is not None},
-            release=longctx.__version__,
-        )
-        Path(settings.output_dir, "README.md").write_text(card, encoding="utf-8")
+        section = training_section({name: of for name, of in training.items() if of is not None}, longctx.__version__)
+        name = str(getattr(self, "hub_model_id", None) or model_name or path.parent.resolve().name)
+        more = [tags] if isinstance(tags, str) else tags or []
+        try:
+            earlier = own_card(path)
+            if earlier is None and is_of_others(path):
+                logger.warning("%s was not written by longctx, and stays as it is", path)
+                return
+            card = model_card(
+                replace(model, folder=name),
+                section,
+                tags=["generated_from_trainer", *sorted({*self._tag_names, *more})],
+                data_set=dataset_name if is_on_hub(dataset_name) else None,
+                license=None if earlier is None else earlier.data.get("license"),
+            )
+            with written_whole(path) as unfinished:
+                unfinished.write_text(card, encoding="utf-8")
+        except OSError as error:  # the model is saved, and the run is not to fail for its card
+            logger.warning("%s is not written: %s", path, error)
+
+    def best_evaluation(self) -> tuple[str, float, int] | None:
+        """Return the metric by which evaluations are compared, its best value, and the step of that; None without any.
+
+        The metric is --metric_for_best_model, or the loss.
+        """
+        args, state = self.args, self.state
+        name = f"eval_{(args.metric_for_best_model or 'loss').removeprefix('eval_')}"
+        if args.load_best_model_at_end and state.best_metric is not None:
+            return name, state.best_metric, state.best_global_step
+        values = [(entry[name], entry["step"]) for entry in state.log_history if name in entry]
+        found = [(value, step) for value, step in values if math.isfinite(value)]
+        best = max if args.greater_is_better else min
+        return (name, *best(found, key=itemgetter(0))) if found else None
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         self._push(lambda: super(PushingMixin, self).init_hf_repo(*args, **kwargs))
