@@ -15,10 +15,11 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from transformers import Gemma3TextConfig, PretrainedConfig, Qwen2Config, Qwen3_5TextConfig
+from transformers import AutoConfig, Gemma3TextConfig, PretrainedConfig, Qwen3_5TextConfig
 
 from benchmarks.closed_form import TILES, TRACED, VOCABULARY
 from benchmarks.published import CONFIGS
+from benchmarks.published import MODELS as PUBLIC
 from tests.golden import cost_model
 from tests.golden.cost_model import Machine
 
@@ -62,15 +63,7 @@ MODELS: dict[str, PretrainedConfig] = {
         sliding_window=1024,
         max_position_embeddings=131072,
     ),
-    "Qwen2.5-0.5B": Qwen2Config(
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-    ),
+    "Qwen2.5-0.5B": AutoConfig.for_model(**PUBLIC["Qwen/Qwen2.5-0.5B"]["config"]),
     "small Qwen3.5": Qwen3_5TextConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=8, head_dim=256),
 }
 
