@@ -33,7 +33,7 @@ ROWS = {
     "policy": 25,
     "preference": 53,
     "security": 95,
-    "train": 66,
+    "train": 67,
     "troubleshooting": 50,
     "verify": 33,
     "watch": 57,
