@@ -50,19 +50,10 @@ KINDS |= {"tokens": "length", "plain": "length"} | {kind: kind for kind in TOLER
 PARTS = ("device", "host", "seconds")
 """Keys of parts of a whole: their differences are relative to the whole, and it is compared, too."""
 
+GEMMA = PUBLIC["google/gemma-3-12b-it"]["config"]["text_config"]
 MODELS: dict[str, PretrainedConfig] = {
     **{name.split("/")[1]: config for name, config in CONFIGS.items()},
-    "gemma-3-12b": Gemma3TextConfig(
-        hidden_size=3840,
-        intermediate_size=15360,
-        num_hidden_layers=48,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=256,
-        vocab_size=262208,
-        sliding_window=1024,
-        max_position_embeddings=131072,
-    ),
+    "gemma-3-12b": Gemma3TextConfig(**GEMMA | {"rope_parameters": None}),
     "Qwen2.5-0.5B": AutoConfig.for_model(**PUBLIC["Qwen/Qwen2.5-0.5B"]["config"]),
     "small Qwen3.5": Qwen3_5TextConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=8, head_dim=256),
 }
