@@ -1,14 +1,22 @@
-"""Recipes are found by their names, fit the machines in them, and train small models of their kind."""
+"""Recipes are found by their names, fit the machines in them, and train small models of their kind.
+
+So do the notebook and the file for SkyPilot of examples/, which start recipes.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
 
 import pytest
+import yaml
 
 from benchmarks.published import MODELS
 from docs import recipes
 from longctx.launch.accelerate import find_config
+from longctx.model.tiny import tiny_model, tiny_tokenizer
 from longctx.settings.read import parse_flags
 from tests.model.test_models import FAMILIES
 from tests.test_docs import ROOT
@@ -85,3 +93,45 @@ def test_small_models_take_two_steps(processes, tmp_path):
     losses = run_ranks(processes, "tests.test_recipes:two_steps", cases)[0]
     assert {name: len(of) for name, of in losses.items()} == dict.fromkeys(cases, 2)
     assert all(0 < loss < 10 for of in losses.values() for loss in of)
+
+
+@pytest.fixture
+def small_flags(tmp_path, monkeypatch):
+    """Flags that let a recipe train the built-in model for two steps, in the folder of the test."""
+    monkeypatch.chdir(tmp_path)
+    tiny_model().save_pretrained("tiny-folder")
+    tiny_tokenizer().save_pretrained("tiny-folder")
+    chat = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
+    (tmp_path / "chats.jsonl").write_text(64 * f"{json.dumps({'messages': chat})}\n")
+    flags = ["--model_name_or_path", "tiny-folder", "--dataset_name", "chats.jsonl", "--max_length", "256"]
+    return [*flags, "--max_steps", "2", "--report_to", "none", "--use_cpu", "True"]
+
+
+@pytest.mark.long
+def test_the_notebook_trains_asks_and_merges(small_flags, capfd):
+    """Its cells, with other values of the one that is marked for that; weights of 4 bits need a library."""
+    cells = json.loads((ROOT / "examples/qlora.ipynb").read_text(encoding="utf-8"))["cells"]
+    own: dict = {}
+    for cell in (cell for cell in cells if cell["cell_type"] == "code"):
+        exec(compile("".join(cell["source"]), "qlora.ipynb", "exec"), own)
+        if cell["metadata"].get("tags") == ["parameters"]:
+            assert own["RECIPE"] in FILES
+            own |= {"FLAGS": [*small_flags, "--load_in_4bit", "False"], "OUTPUT": "out"}
+    said = capfd.readouterr().out
+    assert said.count("tokens/s\n") == 2
+    assert os.path.isfile("out-merged/model.safetensors")
+
+
+@pytest.mark.long
+def test_the_commands_of_skypilot_train(small_flags, tmp_path):
+    task = yaml.safe_load((ROOT / "examples/skypilot.yaml").read_text(encoding="utf-8"))
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/activate").touch()
+    machine = {"NUM_NODES": "1", "NODE_RANK": "0", "NUM_GPUS_PER_NODE": "2", "NODE_IPS": "127.0.0.1"}
+    env = {f"SKYPILOT_{name}": value for name, value in machine.items()} | {"HOME": str(tmp_path), **task["envs"]}
+    env["FLAGS"] = " ".join([*small_flags, "--sp", "2", "--output_dir", "out"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        commands = task["run"].replace("29500", str(free.getsockname()[1]))
+    subprocess.run(["bash", "-eu", "-c", commands], env=os.environ | env, check=True, timeout=300)
+    assert os.path.isfile("out/model.safetensors")
