@@ -16,7 +16,6 @@ import yaml
 from benchmarks.published import MODELS
 from docs import recipes
 from longctx.launch.accelerate import find_config
-from longctx.model.tiny import tiny_model, tiny_tokenizer
 from longctx.settings.read import parse_flags
 from tests.model.test_models import FAMILIES
 from tests.test_docs import ROOT
@@ -76,8 +75,7 @@ def test_small_models_take_two_steps(processes, tmp_path):
     """Of each recipe, but on at most two processes; tests/model/test_qlora.py has weights of 4 bits."""
     pairs = make_pairs(conversational=True)
     chats = [{"messages": [*pair["prompt"], *pair["chosen"]]} for pair in pairs]
-    data = {"dpo": pairs, "train": chats}
-    for command, records in data.items():
+    for command, records in {"dpo": pairs, "train": chats}.items():
         (tmp_path / f"{command}.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in 8 * records))
     families, cases = {kind: family for family, (kind, _) in reversed(FAMILIES.items())}, {}
     for name in (name for name in FILES if min(recipes.machine_of(name)[0], 2) == processes):
@@ -96,14 +94,12 @@ def test_small_models_take_two_steps(processes, tmp_path):
 
 
 @pytest.fixture
-def small_flags(tmp_path, monkeypatch):
+def small_flags(saved_model, tmp_path, monkeypatch):
     """Flags that let a recipe train the built-in model for two steps, in the folder of the test."""
     monkeypatch.chdir(tmp_path)
-    tiny_model().save_pretrained("tiny-folder")
-    tiny_tokenizer().save_pretrained("tiny-folder")
     chat = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
     (tmp_path / "chats.jsonl").write_text(64 * f"{json.dumps({'messages': chat})}\n")
-    flags = ["--model_name_or_path", "tiny-folder", "--dataset_name", "chats.jsonl", "--max_length", "256"]
+    flags = ["--model_name_or_path", str(saved_model), "--dataset_name", "chats.jsonl", "--max_length", "256"]
     return [*flags, "--max_steps", "2", "--report_to", "none", "--use_cpu", "True"]
 
 
