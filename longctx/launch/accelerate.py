@@ -78,7 +78,7 @@ def find_config(flag: str, name: str, folder: str = "") -> Path:
     """
     shipped = {path.stem: path for path in (shipped_configs() / folder).glob("*.yaml")}
     if name not in shipped and not os.path.lexists(name):
-        near = ", ".join(sorted(get_close_matches(name, shipped, 12, 0.0)))
+        near = ", ".join(sorted(get_close_matches(os.path.basename(name), shipped, 12, 0.0)))
         raise ValueError(f"--{flag} {name} is neither a file nor one of the {folder or 'profiles'}, such as {near}.")
     return Path(name) if os.path.isfile(name) else shipped.get(name, Path(name))
 
