@@ -90,7 +90,7 @@ def row(name: str, run: Run) -> str:
     of = cost(run.shape, run.machine, length, (one_pair if method_of(name) is DPO else one_document)(length))
     layout = f"{run.backend.arrangement if run.dims.sp > 1 else 'one GPU'}{f' × {run.dims.dp}' * (run.dims.dp > 1)}"
     memory = f"{of.device_bytes / GIB:.0f} | {of.host_bytes / GIB:,.0f}"
-    return f"| [{name}](../configs/recipes/{name}.yaml) | {length:,} | {layout} | {of.speed:,.0f} | {memory} |"
+    return f"| [`{name}`](../configs/recipes/{name}.yaml) | {length:,} | {layout} | {of.speed:,.0f} | {memory} |"
 
 
 def page(runs: Mapping[str, Run]) -> str:
