@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, PretrainedConfig
 
 PUBLISHED = Path(__file__).parent / "data" / "published_lengths.csv"
 HELD_BACK = PUBLISHED.with_name("held_back_lengths.csv")
@@ -15,59 +17,17 @@ HELD_BACK = PUBLISHED.with_name("held_back_lengths.csv")
 HOST_BYTES = 1.9e12
 """Of a node of ALST's paper; those of the others are taken to have as much."""
 
-_LLAMA: dict[str, Any] = {
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-}
-_QWEN3: dict[str, Any] = {
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-}
+MODELS: Mapping[str, Mapping[str, Any]] = json.loads(PUBLISHED.with_name("models.json").read_text(encoding="utf-8"))
+"""Hub name -> `config`, the sizes of its config.json, and `source`, where these are public."""
+
 CONFIGS: dict[str, PretrainedConfig] = {
-    "meta-llama/Llama-3.1-8B": LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, **_LLAMA
-    ),
-    "meta-llama/Llama-3.1-70B": LlamaConfig(
-        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, **_LLAMA
-    ),
-    "Qwen/Qwen3-0.6B": Qwen3Config(
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        **_QWEN3 | {"tie_word_embeddings": True},
-    ),
-    "Qwen/Qwen3-4B": Qwen3Config(
-        hidden_size=2560,
-        intermediate_size=9728,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        **_QWEN3 | {"tie_word_embeddings": True},
-    ),
-    "Qwen/Qwen3-8B": Qwen3Config(
-        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, **_QWEN3
-    ),
-    "Qwen/Qwen3-32B": Qwen3Config(
-        hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64, **_QWEN3
-    ),
-    "Qwen/Qwen3-30B-A3B": Qwen3MoeConfig(
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        **_QWEN3 | {"num_key_value_heads": 4},
-    ),
+    name: AutoConfig.for_model(**MODELS[name]["config"])
+    for name in (
+        *("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B"),
+        *("Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B"),
+    )
 }
-"""Hub name -> the sizes of its config.json."""
+"""The configurations of the models of published runs."""
 
 
 class Published(NamedTuple):

@@ -48,7 +48,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 MATRIX, FLAGS = "benchmarks/results/support_matrix.md", "reference/flags.md"
-WIDE = (MATRIX, "howto/small-gpus.md", FLAGS, "reference/chats.md")
+WIDE = (MATRIX, "howto/small-gpus.md", "recipes.md", FLAGS, "reference/chats.md")
 """Pages whose tables take the width of the table of contents."""
 
 FLAG = re.compile(r"(?<![\w-])--\w+")

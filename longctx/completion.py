@@ -60,7 +60,7 @@ def _command_line() -> argparse.ArgumentParser:
 
 def _flags_of(method: Method) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    config = parser.add_argument("--config", help="Read flags from a YAML file")
+    config = parser.add_argument("--config", help="Read flags from a YAML file or a recipe")
     config.complete = shtab.FILE  # type: ignore[attr-defined]
     for flag in method.flags.values():
         choices = ("True", "False") if flag.kind is BOOL else flag.choices or None

@@ -17,6 +17,7 @@ from longctx.sequence.layout import Layout
 from longctx.settings.dpo import DPO
 from longctx.settings.flags import SFT
 from longctx.settings.schema import Method
+from tests.model.more_families import SMALL
 
 NUMBERS, COMPILED, SOFT_DEVICE = "numbers", "compiled", "soft device"
 
@@ -317,13 +318,8 @@ assert all(
 # Models
 # ------------------------------------------------------------------------------------------------
 
-_SMALL = {
+_SMALL = SMALL | {
     "vocab_size": 272,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 512,
     "pad_token_id": 257,

@@ -22,7 +22,7 @@ def save_small_model(folder, heads: int = 4, key_value_heads: int = 2, **setting
     config = tiny_config()
     config.update({"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16})
     config.update({"num_attention_heads": heads, "num_key_value_heads": key_value_heads, **settings})
-    config.layer_types = config.layer_types[:2]
+    config.layer_types = config.layer_types[: config.num_hidden_layers]
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)

@@ -156,6 +156,8 @@ def check(words: list[str]) -> None:
     if words[0] in ("git", "cd"):
         assert words in (["git", "clone", "REPOSITORY", "longctx"], ["cd", "longctx"])
         return None
+    if words[0] in ("docker", "sky"):
+        return check_deployment(words)
     if words[0] in DEVELOPMENT and started(words) is None:
         return check_development(words)
     if words[0] == "sbatch":
@@ -176,6 +178,17 @@ def check_installation(words: list[str]) -> None:
     assert found is not None, "what the index has by the name of longctx is another project"
     assert "-e" in words
     assert set((found[1] or "").split(",")) - {""} <= extras.keys()
+
+
+def check_deployment(words: list[str]) -> None:
+    """A command that the comment on top of a file of examples/ has; what is trained is a recipe."""
+    [file] = [ROOT / "examples" / name for name in ("docker/Dockerfile", "skypilot.yaml") if words[0] in name]
+    comments = [line[1:] for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#   ")]
+    assert words in map(shlex.split, comments)
+    if "train" in words:
+        check_flags(Started("train", words[words.index("train") + 1 :]))
+    assert all((ROOT / word).exists() for word in words if word.startswith("examples/"))
+    assert all((ROOT / f"configs/recipes/{word[7:]}.yaml").is_file() for word in words if word.startswith("RECIPE="))
 
 
 def check_development(words: list[str]) -> None:

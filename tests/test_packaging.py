@@ -83,6 +83,9 @@ def test_a_new_environment_trains_plans_verifies_and_sweeps(built, tmp_path):
     assert "sp 2 (ring 2 × ulysses 1)" in longctx_command(
         "train", "--accelerate_config", "context_parallel_2gpu", "--max_length", "256", "--dry_run", "--explain"
     )
+    recipe = ["--config", "qwen3-8b-full-8x80gb-128k", "--model_name_or_path", "tiny", "--dataset_name", "stdlib"]
+    recipe += [*short, "--no_assistant_only_loss", "--overlong", "split"]
+    assert "ring 2" in longctx_command("train", *recipe, "--dry_run", "--explain")
     assert "exact: sp 2 and one device agree" in longctx_command("verify", *short)
     assert "Recommended" in longctx_command("plan", "--model_name_or_path", "tiny", "--gpus", "2")
     found = ["--gpus", "1", "--backends", "ulysses", "--memory_budget_gib", "0.01", "--precision", "0.5"]

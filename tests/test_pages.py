@@ -95,6 +95,7 @@ def test_flags_that_a_page_names_exist(page):
         "deepspeed": "no_ssh node_rank master_addr hostfile module",
         "slurm": "nodes ntasks gpus cpus time job signal requeue open wait distribution resv pty exclusive",
         "mkdocs": "strict",
+        "docker and sky": "ipc env secret",
         "pip": "upgrade index",
         "vllm and lm_eval": "max hf metadata gen_kwargs",  # --max-lora-rank, --hf-overrides
     }

@@ -18,6 +18,7 @@ from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from tests.matrix import SETUPS
+from tests.model.more_families import SMALL
 from tests.reference import train_reference
 from tests.training.test_evaluation import dense_means
 from tests.training.test_training import make_documents, relative, write_jsonl
@@ -76,14 +77,7 @@ class Peers:
 
 def save_model(folder, window=None):
     config = Qwen3Config(
-        vocab_size=272,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        pad_token_id=PAD,
+        **SMALL | {"vocab_size": 272, "head_dim": 8, "pad_token_id": PAD, "max_position_embeddings": 32768},
         use_sliding_window=window is not None,
         sliding_window=window,
         layer_types=["sliding_attention" if window else "full_attention"] * 2,

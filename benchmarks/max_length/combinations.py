@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 from longctx.forecast.cost import cost, reach
 from longctx.forecast.memory import device_moments
 from longctx.forecast.shape import RunShape
-from longctx.launch.accelerate import find_profile
+from longctx.launch.accelerate import find_config
 from longctx.machine.here import Machine
 from longctx.model.allow_list import num_heads
 from longctx.model.load import load_config
@@ -216,7 +216,7 @@ def profile_environment(profile: str | None, devices: int) -> dict[str, str]:
     """
     if profile is None:
         return {}
-    path = find_profile(profile)
+    path = find_config("accelerate_config", profile)
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import (
         prepare_deepspeed_cmd_env,

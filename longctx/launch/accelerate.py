@@ -7,11 +7,13 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from longctx.launch.slurm import read_step
+from longctx.untrusted.files import check_file
 from longctx.untrusted.working_directory import without_working_directory
 
 MACHINE_FLAGS = ("machine_rank", "main_process_ip", "main_process_port")
@@ -41,7 +43,7 @@ def relaunch(
             f"--accelerate_config {name} comes too late: the launcher has started this process already. "
             f"Use accelerate launch --config_file {name} -m {module} …, or python -m {module}."
         )
-    path = find_profile(name)
+    path = check_file(find_config("accelerate_config", name))
     chosen = {} if values["num_processes"] is None else {"num_processes": values["num_processes"]}
     machines: dict[str, Any] = {}
     if (step := read_step(os.environ)) is not None:
@@ -68,24 +70,21 @@ def relaunch(
     os.execv(sys.executable, [*launcher, "-m", module, *rest])
 
 
-def find_profile(name: str) -> Path:
-    """Return the path of a profile, given as that path or by its name in configs/.
+def find_config(flag: str, name: str, folder: str = "") -> Path:
+    """Return the path of a YAML file, given as that path or by its name in a folder of configs/: a profile, a recipe.
 
     Raises:
-        ValueError: if it is neither; the message lists the names.
+        ValueError: if it is neither; the message lists the names that are most like it.
     """
-    if Path(name).is_file():
-        return Path(name)
-    shipped = {path.stem: path for path in shipped_configs().glob("*.yaml")}
-    if name not in shipped:
-        raise ValueError(
-            f"--accelerate_config {name} is neither a file nor one of the profiles {', '.join(sorted(shipped))}."
-        )
-    return shipped[name]
+    shipped = {path.stem: path for path in (shipped_configs() / folder).glob("*.yaml")}
+    if name not in shipped and not os.path.lexists(name):
+        near = ", ".join(sorted(get_close_matches(os.path.basename(name), shipped, 12, 0.0)))
+        raise ValueError(f"--{flag} {name} is neither a file nor one of the {folder or 'profiles'}, such as {near}.")
+    return Path(name) if os.path.isfile(name) else shipped.get(name, Path(name))
 
 
 def shipped_configs() -> Path:
-    """Return the folder of shipped profiles: the repository's configs/, which the wheel holds as longctx/configs."""
+    """Return the folder of shipped profiles and recipes: the repository's configs/, in the wheel longctx/configs."""
     return Path(str(files("longctx") / "configs"))
 
 

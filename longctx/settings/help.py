@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from longctx.settings.schema import Flag, Method
 
-_BEFORE_A_RUN = {"config": "Read flags from a YAML file", "help-all": "List every flag, with those of TRL"}
+_BEFORE_A_RUN = {"config": "Read flags from a YAML file or a recipe", "help-all": "List every flag, with those of TRL"}
 
 
 def help_asked(arguments: Sequence[str], method: Method) -> str | None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from longctx.launch.accelerate import find_config
 from longctx.settings.flags import SFT
 from longctx.settings.schema import BOOL, Method, check
 from longctx.settings.values import Origin, Settings
@@ -171,7 +172,7 @@ _ABBREVIATIONS = {
 
 def _file(path: str, method: Method, errors: list[str]) -> dict[str, Any]:
     """Return {flag: value} of a --config file, without those that are null, and set the variables of its `env`."""
-    config = read_yaml(path)
+    config = read_yaml(find_config("config", path, "recipes"))
     env = {} if (block := config.pop("env", None)) is None else block
     if not isinstance(env, Mapping):
         raise ValueError(f"--config {path}: env is {env!r}, expected a block of 'VARIABLE: value' lines.")

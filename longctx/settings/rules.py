@@ -6,12 +6,11 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from longctx.launch.accelerate import MACHINE_FLAGS
+from longctx.launch.accelerate import MACHINE_FLAGS, shipped_configs
 from longctx.settings.data import MIXTURE_RULES, STREAM_RULES, mixture, streams
 from longctx.settings.dpo import DPO_RULES, uses_reference
 from longctx.settings.flags import STEPS_BEFORE_PROFILE
@@ -100,7 +99,7 @@ def _with_profile(settings: Settings, launcher: Launcher, errors: list[str]) -> 
 
 def demo() -> dict[str, Any]:
     """Return the flags of the demo, which configs/run/demo.yaml holds."""
-    return read_yaml(Path(str(files("longctx") / "configs" / "run" / "demo.yaml")))
+    return read_yaml(shipped_configs() / "run" / "demo.yaml")
 
 
 def _with_demo(settings: Settings, errors: list[str]) -> Settings:

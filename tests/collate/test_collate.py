@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from longctx.collate import IGNORE_INDEX, SequenceCollator
 from longctx.packing import PackedDataset, pack, plan_packing
+from tests.model.more_families import SMALL
 
 PAD = 7
 PACKED_KEYS = {"use_cache", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
@@ -188,18 +189,7 @@ def make_model(name: str, attention: str) -> torch.nn.Module:
     """A small random model with GQA and weights large enough for attention to matter."""
     import transformers
 
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "initializer_range": 0.2,
-        "pad_token_id": PAD,
-        "attn_implementation": attention,
-    }
+    sizes = SMALL | {"head_dim": 8, "initializer_range": 0.2, "pad_token_id": PAD, "attn_implementation": attention}
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**sizes)
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()

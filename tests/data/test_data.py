@@ -19,22 +19,14 @@ from longctx.data import (
     stream_records,
     tokenize_records,
 )
+from tests.model.test_tiny import MESSAGES
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 VOCAB_SIZE = 272
 EOS = 256
 TEXTS = ["hello", "def f(x):\n    return 'ü€'\n", "x" * 300]
-CHATS = [
-    [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "2+2?"},
-        {"role": "assistant", "content": "4"},
-        {"role": "user", "content": "sure?"},
-        {"role": "assistant", "content": "yes"},
-    ],
-    [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}],
-]
+CHATS = [MESSAGES, [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]]
 PAIRS = [("2+2=", "4"), ("the sky is", " blue"), ("", "nothing before")]
 
 

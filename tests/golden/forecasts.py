@@ -15,10 +15,11 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from transformers import Gemma3TextConfig, PretrainedConfig, Qwen2Config, Qwen3_5TextConfig
+from transformers import AutoConfig, Gemma3TextConfig, PretrainedConfig, Qwen3_5TextConfig
 
 from benchmarks.closed_form import TILES, TRACED, VOCABULARY
 from benchmarks.published import CONFIGS
+from benchmarks.published import MODELS as PUBLIC
 from tests.golden import cost_model
 from tests.golden.cost_model import Machine
 
@@ -49,28 +50,11 @@ KINDS |= {"tokens": "length", "plain": "length"} | {kind: kind for kind in TOLER
 PARTS = ("device", "host", "seconds")
 """Keys of parts of a whole: their differences are relative to the whole, and it is compared, too."""
 
+GEMMA = PUBLIC["google/gemma-3-12b-it"]["config"]["text_config"]
 MODELS: dict[str, PretrainedConfig] = {
     **{name.split("/")[1]: config for name, config in CONFIGS.items()},
-    "gemma-3-12b": Gemma3TextConfig(
-        hidden_size=3840,
-        intermediate_size=15360,
-        num_hidden_layers=48,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=256,
-        vocab_size=262208,
-        sliding_window=1024,
-        max_position_embeddings=131072,
-    ),
-    "Qwen2.5-0.5B": Qwen2Config(
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-    ),
+    "gemma-3-12b": Gemma3TextConfig(**GEMMA | {"rope_parameters": None}),
+    "Qwen2.5-0.5B": AutoConfig.for_model(**PUBLIC["Qwen/Qwen2.5-0.5B"]["config"]),
     "small Qwen3.5": Qwen3_5TextConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=8, head_dim=256),
 }
 

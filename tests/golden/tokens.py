@@ -22,6 +22,7 @@ from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from tests.golden.data_sets import own_folder, write_lines
 from tests.golden.digests import digest
+from tests.model.test_tiny import MESSAGES
 
 Records = list[dict[str, Any]]
 
@@ -114,16 +115,7 @@ def _tokenizers(folder: Path) -> dict[str, PreTrainedTokenizerBase]:
 # --------------------------------------------------------------------------------------------------
 
 TEXTS = ["hello", "def f(x):\n    return 'ü€'\n", "the sky is blue " * 20, "", "ends<|endoftext|>", " \t1.50\r\n"]
-CHATS: list[Records] = [
-    [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "2+2?"},
-        {"role": "assistant", "content": "4"},
-        {"role": "user", "content": "sure?"},
-        {"role": "assistant", "content": "yes"},
-    ],
-    [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}],
-]
+CHATS: list[Records] = [MESSAGES, [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]]
 WEATHER = {
     "name": "weather",
     "description": "of a town",

@@ -12,14 +12,13 @@ import sys
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Qwen3Config
+from transformers import CONFIG_MAPPING
 
 from longctx import parallelize
 from longctx.attention.kernels.check import BOUNDS, make_entries, make_inputs
 from longctx.attention.kernels.choose import candidates, choose_kernel, prefer
 from longctx.layers.loss import _of_dtype
 from longctx.layers.loss_tile import BOUND_OF_OUTPUTS, kernel_agrees
-from longctx.model.tiny import tiny_tokenizer
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
@@ -27,6 +26,7 @@ from longctx.settings.rules import KERNEL_NAMES
 from tests import loss_kernel_cases
 from tests.model.test_models import FAMILIES, make_batch, make_model, tolerance
 from tests.reference import train_reference
+from tests.small_model import save_small_model
 from tests.training.test_training import (
     COMMON,
     LEARNING_RATE,
@@ -343,17 +343,9 @@ OF_A_PEAK = 0.25
 
 @pytest.mark.parametrize("memory_option", PREDICTED)
 def test_the_peak_of_memory_is_the_one_predicted(memory_option, tmp_path):
-    config = Qwen3Config(
-        vocab_size=4096,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    sizes = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1536, "head_dim": 64}
+    sizes |= {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4, "tie_word_embeddings": False}
+    save_small_model(tmp_path / "model", 8, 4, **sizes)
     row = torch.randint(3, 256, (PEAK_LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
     data = write_jsonl(tmp_path / "data.jsonl", [(row, row)] * 2)
     flags = [*COMMON, "--model_name_or_path", str(tmp_path / "model"), "--dataset_name", data, "--bf16", "True"]

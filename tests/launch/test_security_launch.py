@@ -188,13 +188,18 @@ def _be_rank(folder, pipe):
     atexit._run_exitfuncs()  # as Python does at the end of a process that multiprocessing has not made
 
 
-def test_the_last_rank_of_a_killed_launcher_removes_the_folder(tmp_path, monkeypatch):
+@pytest.fixture
+def held(tmp_path, monkeypatch):
+    """A launcher that holds its folder, and the path of that."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     here, there = get_context("fork").Pipe()
     launcher = get_context("fork").Process(target=_hold, args=(there,))
     launcher.start()
-    ranks = []
-    folder = here.recv()
+    return launcher, here.recv()
+
+
+def test_the_last_rank_of_a_killed_launcher_removes_the_folder(tmp_path, held):
+    ranks, (launcher, folder) = [], held
     for _ in range(2):
         pipe, other = get_context("fork").Pipe()
         ranks.append((get_context("fork").Process(target=_be_rank, args=(folder, other)), pipe))
@@ -208,12 +213,8 @@ def test_the_last_rank_of_a_killed_launcher_removes_the_folder(tmp_path, monkeyp
         assert [str(path) for path in tmp_path.iterdir()] == [folder][number:]
 
 
-def test_what_a_killed_launcher_leaves_goes_with_the_next_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    here, there = get_context("fork").Pipe()
-    launcher = get_context("fork").Process(target=_hold, args=(there,))
-    launcher.start()
-    left = Path(here.recv())
+def test_what_a_killed_launcher_leaves_goes_with_the_next_run(tmp_path, held):
+    launcher, left = held[0], Path(held[1])
     with private_folder() as folder:
         assert sorted(tmp_path.iterdir()) == sorted([left, folder])  # a run that goes on keeps its folder
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700

@@ -15,22 +15,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from longctx import parallelize
 from longctx.collate import SequenceCollator
+from tests.model.more_families import EXPERTS
 from tests.model.test_models import largest_error
 
-SETTINGS = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "router_aux_loss_coef": 0.3,
-    "output_router_logits": True,
-}
+SETTINGS = EXPERTS | {"router_aux_loss_coef": 0.3, "output_router_logits": True}
 
 
 def make_model(**settings):

@@ -20,6 +20,7 @@ from longctx import parallelize
 from longctx.model.allow_list import AUXILIARY_LOSS_MODELS
 from longctx.model.tiny import tiny_tokenizer
 from longctx.training.metrics import TokenMeans
+from tests.model.more_families import EXPERTS
 from tests.model.test_models import FAMILIES, largest_error, make_batch, make_model
 from tests.model.test_models import LENGTHS as DOCUMENT_LENGTHS
 from tests.model.test_peft import Adapt
@@ -41,17 +42,13 @@ COMMON += [
     "--disable_tqdm",
     "True",
 ]
-SMALL = {
+SMALL = EXPERTS | {
     "vocab_size": 260,
     "hidden_size": 48,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 12,
     "max_position_embeddings": 512,
     "num_experts": 8,
-    "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "router_aux_loss_coef": COEFFICIENT,
     "eos_token_id": 256,

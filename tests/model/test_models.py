@@ -247,7 +247,12 @@ def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def stock_step(model: PreTrainedModel):
-    """The reference: logits [1, S, V], mean loss and its gradients, each document a forward pass of its own."""
+    """The reference: logits [1, S, V], mean loss and its gradients."""
+    return *stock_pass(model), gradients(model)
+
+
+def stock_pass(model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute logits [1, S, V] and the mean loss, each document a forward pass of its own, and the loss's gradients."""
     batch = make_batch()
     logits, total, count = [], torch.zeros(()), 0
     for end, length in zip(accumulate(LENGTHS), LENGTHS, strict=True):
@@ -258,7 +263,7 @@ def stock_step(model: PreTrainedModel):
         count += int((targets != -100).sum())
         logits.append(output)
     (total / count).backward()
-    return torch.cat(logits, dim=1).detach(), (total / count).detach(), gradients(model)
+    return torch.cat(logits, dim=1).detach(), (total / count).detach()
 
 
 def largest_error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -29,13 +27,13 @@ from tests.model.test_models import (
     EXPERTS,
     GROUPED_EXPERTS,
     LATENT,
-    LENGTHS,
     LINEAR,
     SMALL,
     TOLERANCE,
     WINDOW,
     largest_error,
     make_batch,
+    stock_pass,
 )
 from tests.parity_page import MODELS as MODELS_PAGE
 from tests.reference import adamw_steps
@@ -127,21 +125,12 @@ def callable_part(whole):
 
 def whole_step(whole, names):
     """Logits [1, S, V], mean loss and gradients by the text part's names, each document a forward pass of its own."""
-    batch = make_batch()
-    logits, total, count = [], torch.zeros(()), 0
-    for end, length in zip(accumulate(LENGTHS), LENGTHS, strict=True):
-        document = slice(end - length, end)
-        output = callable_part(whole)(input_ids=batch["input_ids"][:, document], use_cache=False).logits
-        targets = batch["labels"][0, document][1:]
-        total = total + F.cross_entropy(output[0, :-1], targets, ignore_index=-100, reduction="sum")
-        count += int((targets != -100).sum())
-        logits.append(output)
-    (total / count).backward()
+    logits, loss = stock_pass(callable_part(whole))
     held = {name: parameter.grad for name, parameter in whole.named_parameters() if parameter.grad is not None}
     gradients = {name: held[whole_name].clone() for name, whole_name in names.items() if whole_name in held}
     assert held.keys() == {names[name] for name in gradients}  # the vision part gets none
     whole.zero_grad()
-    return torch.cat(logits, dim=1).detach(), (total / count).detach(), gradients
+    return logits, loss, gradients
 
 
 def part_step(folder, kind, sp, backend):

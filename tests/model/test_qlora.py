@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from functools import partial
 
@@ -26,7 +25,7 @@ from tests.reference import dense_loss, train_reference
 from tests.small_model import save_small_model
 from tests.training.test_evaluation import trained
 from tests.training.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
-from tests.workers import run_ranks
+from tests.workers import one_by_one, run_ranks
 
 peft = pytest.importorskip("peft")
 
@@ -117,10 +116,8 @@ FLAGS += ["--lora_target_modules", "all-linear"]
 
 def run_spread(cases):
     """{case: (log, bytes of 4-bit weights on this rank, forecast of all parameters' bytes)} on this process group."""
-    environment, results = dict(os.environ), {}
-    for case, arguments in cases.items():
-        for name in set(os.environ) - set(environment):
-            del os.environ[name]
+    results = {}
+    for case, arguments in one_by_one(cases):
         with unsharded_bytes() as unsharded:
             prepared, trainer = trained(arguments)
         parameters = [parameter.to_local() for parameter in trainer.model.parameters()]

@@ -76,7 +76,7 @@ def test_an_empty_list_of_data_sets_leaves_the_one_that_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config="], "--config  cannot be read as YAML"),
+        (["--config="], "--config  is neither a file"),
         (["--model_name_or_path="], "--model_name_or_path  is empty"),
         (["--dataset_name", ""], "--dataset_name  is empty"),
     ],

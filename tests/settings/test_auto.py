@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
+from benchmarks.published import CONFIGS
 from longctx.forecast.cost import reach
 from longctx.forecast.documents import assumed
 from longctx.machine.here import Machine
@@ -17,17 +18,7 @@ from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 
 GIB = 2**30
-EIGHT_B = Qwen3Config(
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=151936,
-    max_position_embeddings=1 << 20,
-    architectures=["Qwen3ForCausalLM"],
-)
+EIGHT_B = Qwen3Config(**CONFIGS["Qwen/Qwen3-8B"].to_dict() | {"max_position_embeddings": 1 << 20})
 
 
 @pytest.fixture

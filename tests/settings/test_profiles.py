@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from longctx.__main__ import main as longctx_main
-from longctx.launch.accelerate import find_profile, shipped_configs
+from longctx.launch.accelerate import find_config, shipped_configs
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
@@ -116,13 +116,13 @@ def test_fsdp1_is_refused_on_the_cpu_and_above_sp_1(launch):
 
 
 def test_profiles_are_found_by_name_and_by_path(tmp_path):
-    assert find_profile("zero3").read_text() == (CONFIGS / "zero3.yaml").read_text()
+    assert find_config("accelerate_config", "zero3").read_text() == (CONFIGS / "zero3.yaml").read_text()
     own = tmp_path / "own.yaml"
     own.write_text("distributed_type: 'NO'\n")
-    assert find_profile(str(own)) == own
+    assert find_config("accelerate_config", str(own)) == own
     for name in ("run", "zero4"):
         with pytest.raises(ValueError, match=rf"--accelerate_config {name} .*alst_ulysses_4gpu.*zero3"):
-            find_profile(name)
+            find_config("accelerate_config", name)
     assert shipped_configs().is_dir()
 
 

@@ -19,16 +19,15 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import yaml
-from transformers import Qwen2Config
+from transformers import AutoConfig
 
 import longctx.settings.model_config
-from benchmarks.published import CONFIGS
+from benchmarks.published import CONFIGS, MODELS
 from longctx.launch.accelerate import relaunch
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
@@ -47,9 +46,9 @@ PLAIN |= {"offload_optimizer_device": "none", "offload_param_device": "none", "c
 PLAIN |= {"lr_scheduler_type": "linear"}
 """Settings that a profile may decide, as a run without one has them."""
 
-_QWEN2: dict[str, Any] = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
-_QWEN2 |= {"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
-MODELS = CONFIGS | {name: Qwen2Config(**_QWEN2) for name in ("Qwen/Qwen2-0.5B", "Qwen/Qwen2.5-0.5B")}
+SIZES = CONFIGS | {
+    name: AutoConfig.for_model(**MODELS[name]["config"]) for name in ("Qwen/Qwen2-0.5B", "Qwen/Qwen2.5-0.5B")
+}
 """The models that the specification names, by the sizes in their config.json."""
 
 
@@ -57,7 +56,7 @@ MODELS = CONFIGS | {name: Qwen2Config(**_QWEN2) for name in ("Qwen/Qwen2-0.5B", 
 def outcome_of(launch, monkeypatch, tmp_path):
     """`outcome_of(profile or None, flags, launcher's flags)` -> what becomes of that launch."""
     load, model_config = longctx.settings.model_config.load_config, longctx.settings.model_config
-    monkeypatch.setattr(model_config, "load_config", lambda name, *a, **k: MODELS.get(name) or load(name, *a, **k))
+    monkeypatch.setattr(model_config, "load_config", lambda name, *a, **k: SIZES.get(name) or load(name, *a, **k))
     monkeypatch.setattr(model_config, "load_whole_config", lambda *_, **__: None)
     for module in ("accelerate.commands.launch", "accelerate.commands.config.config_args"):
         monkeypatch.setattr(f"{module}.default_config_file", str(tmp_path / "none"))

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
-from transformers import Qwen3Config
 
+from benchmarks.published import CONFIGS
 from longctx.data import DataError
 from longctx.model.tiny import tiny_model
 from longctx.packing import Packing, balanced_order, pack, pack_costs, shuffled_order, spread_step
@@ -164,16 +164,7 @@ def test_a_token_costs_what_the_model_s_linear_layers_do():
     per_layer = model.config.num_attention_heads * model.config.head_dim
     expected = (matrices + head) / (model.config.num_hidden_layers * per_layer)
     assert linear_cost(model.config) == pytest.approx(expected)
-    qwen3_8b = Qwen3Config(
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-    )
-    assert linear_cost(qwen3_8b) == pytest.approx(LINEAR_COST, rel=0.1)
+    assert linear_cost(CONFIGS["Qwen/Qwen3-8B"]) == pytest.approx(LINEAR_COST, rel=0.1)
 
 
 @given(st.lists(st.integers(1, 50), min_size=12, max_size=12), st.permutations(range(12)))

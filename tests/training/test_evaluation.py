@@ -21,7 +21,7 @@ from longctx.settings.resolve import resolve
 from longctx.train import main
 from tests.reference import dense_logits
 from tests.small_model import save_small_model
-from tests.workers import run_ranks
+from tests.workers import one_by_one, run_ranks
 
 TRAIN_LENGTHS = [60, 7, 41, 1, 90, 64, 2, 33]
 EVAL_LENGTHS = [50, 3, 121, 2, 1, 64, 9, 33, 80, 17, 5]
@@ -142,10 +142,8 @@ def trained(arguments, method=SFT):
 
 def run_evaluations(cases):
     """{case: (log, metrics of evaluate(), metrics and predictions of predict())} on this process group."""
-    environment, results = dict(os.environ), {}
-    for case, arguments in cases.items():
-        for name in set(os.environ) - set(environment):
-            del os.environ[name]
+    results = {}
+    for case, arguments in one_by_one(cases):
         prepared, trainer = trained(arguments)
         documents = prepared.data.evaluation.documents
         again = trainer.evaluate(documents)
@@ -211,10 +209,8 @@ STEP_LAYOUTS = {  # (processes, sp, backend, per-device batch, accumulation): 4 
 
 def run_trainings(cases):
     """{case: (log, global step)} on this process group."""
-    environment, results = dict(os.environ), {}
-    for case, arguments in cases.items():
-        for name in set(os.environ) - set(environment):
-            del os.environ[name]
+    results = {}
+    for case, arguments in one_by_one(cases):
         state = trained(arguments)[1].state
         results[case] = ([entry for entry in state.log_history if "loss" in entry], state.global_step)
     return results

@@ -26,6 +26,7 @@ from longctx.verify.machine import check_settings, check_shared_memory, check_ve
 from longctx.verify.parity import gradient_errors, worst_gradient
 from longctx.verify.report import Check, Finding, as_json, as_table, culprit, error_check
 from longctx.verify.setup import few_layers
+from tests.model.more_families import SMALL
 from tests.workers import run_main, run_ranks, start_rank_0_alone
 
 ROOT = Path(__file__).parents[2]
@@ -64,18 +65,10 @@ def folder_with(config, folder):
 
 
 LARGE = Qwen3Config(
-    vocab_size=300,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=6,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
+    **SMALL | {"vocab_size": 300, "hidden_size": 64, "head_dim": 16, "num_hidden_layers": 6, "intermediate_size": 96},
     sliding_window=32,
     use_sliding_window=True,
-    layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
-    + ["full_attention"] * 2,
-    pad_token_id=0,
+    layer_types=["sliding_attention"] * 3 + ["full_attention"] * 3,
 )
 
 
