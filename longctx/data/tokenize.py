@@ -30,6 +30,7 @@ from longctx.data.errors import DataError, no_records, say
 from longctx.data.kinds import (
     ALPACA,
     CHECKED_COLUMNS,
+    COMPOSITE_KINDS,
     PAIRS,
     PER_TOKEN_COLUMNS,
     TOKENS,
@@ -59,6 +60,7 @@ def tokenize_records(
     assistant_only_loss: bool = False,
     chat_template: str | None = None,
     gives_turns: bool = False,
+    gives_prompts: bool = False,
     num_proc: int | None = None,
     vocab_size: int | None = None,
     now: datetime | None = None,
@@ -80,6 +82,8 @@ def tokenize_records(
             is replaced by TRL's training version of it.
         chat_template: used instead of the tokenizer's own.
         gives_turns: add `turn_ends` to the documents (conversations), for packing with overlong="turns".
+        gives_prompts: return the prompts alone, as the model is asked for an answer: a chat up to the assistant's last
+            turn with the generation prompt, pre-tokenised records up to the last tokens with labels.
         num_proc: processes; None works in this one.
         vocab_size: number of embeddings of the model, which token ids must be below; None checks only for
             negative ids.
@@ -103,6 +107,7 @@ def tokenize_records(
         assistant_only_loss=assistant_only_loss,
         chat_template=chat_template,
         gives_turns=gives_turns,
+        gives_prompts=gives_prompts,
         vocab_size=vocab_size,
         now=now,
     )
@@ -124,6 +129,7 @@ def choose_encoder(
     assistant_only_loss: bool = False,
     chat_template: str | None = None,
     gives_turns: bool = False,
+    gives_prompts: bool = False,
     vocab_size: int | None = None,
     now: datetime | None = None,
 ) -> tuple[Records, Encoder]:
@@ -162,7 +168,15 @@ def choose_encoder(
         else:
             encoder = TextEncoder(tokenizer, kind, masks_prompt)
     encoder.vocab_size = vocab_size
-    if gives_turns:
+    if gives_prompts:
+        if not (conversational or encoder.masked or kind in COMPOSITE_KINDS):
+            unlabelled = "'input_ids' without labels" if kind == "input_ids" else f"{kind!r} with plain text"
+            raise DataError(
+                f"the records are {unlabelled}, which have no prompts. Give records with 'prompt' and 'completion', "
+                "with 'messages', or with 'input_ids' and 'labels'."
+            )
+        encoder.gives_prompts, encoder.masked = True, False
+    elif gives_turns:
         encoder.gives_turns = True
     if encoder.tokenizer is not None:
         warn_of_eos(tokenizer)

@@ -25,6 +25,7 @@ from longctx.run.preparation import PreparedRun
 from longctx.settings.run import Run
 from longctx.training.callbacks import CompareForecast, ProfileSteps
 from longctx.training.checkpoint.folder import end, stamp
+from longctx.training.completions import LogCompletions
 from longctx.training.dataset import TrainingData
 from longctx.training.exactness import NOT_LOGGED, Exactness
 from longctx.training.reference import single_device_step
@@ -47,11 +48,17 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
         )
     if settings["profile"]:
         trainer.add_callback(ProfileSteps(str(folder), settings["profile_steps"], trainer.sequence.rank))
+    completions = None
+    if settings["eval_generate"] is not None:
+        assert prepared.data.evaluation is not None, "the flag needs it"
+        completions = LogCompletions(trainer, prepared.data.evaluation.prompts, settings["max_length"])
+        trainer.add_callback(completions)
     if (patience := settings["early_stopping_patience"]) is not None:
         trainer.add_callback(EarlyStoppingCallback(patience, settings["early_stopping_threshold"]))
     disable_progress_bar()  # transformers' bar for every saved file
     if is_first:
-        show_summary([*run.summary(), *_sizes(prepared, model)], explain=settings["explain"])
+        generate = [Line("generate", str(completions))] if completions else []
+        show_summary([*run.summary(), *_sizes(prepared, model), *generate], explain=settings["explain"])
     exactness = Exactness.of_start(is_demo=run.flags.is_demo, resume_from=prepared.resume_from)
     if trainer.args.should_save:
         exactness.write(folder)

@@ -54,10 +54,10 @@ MODEL_FILES = (
 """Files of a saved model and its tokenizer."""
 _RUN_FILES = (
     *("checkpoint-*", "model.partial", "trainer_state.json", "training_args.bin", "run_report.html"),
-    *("nonfinite.jsonl", "profile", "hang", EXACTNESS_FILE),
+    *("nonfinite.jsonl", "completions.jsonl", "profile", "hang", EXACTNESS_FILE),
 )
 """What else a run writes."""
-_REPORTS = {EXACTNESS_FILE, "run_report.html", "hang"}
+_REPORTS = {EXACTNESS_FILE, "run_report.html", "completions.jsonl", "hang"}
 """If a folder holds nothing else but run.json, its run was refused, or ended before its first checkpoint."""
 
 
