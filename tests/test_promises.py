@@ -24,7 +24,7 @@ TABLES = ROOT / "tests" / "promises"
 ROWS = {
     "README": 55,
     "checkpoints": 102,
-    "data": 92,
+    "data": 97,
     "help": 68,
     "launch": 53,
     "limits": 56,

@@ -60,7 +60,6 @@ def tokenize_records(
     assistant_only_loss: bool = False,
     chat_template: str | None = None,
     gives_turns: bool = False,
-    gives_prompts: bool = False,
     num_proc: int | None = None,
     vocab_size: int | None = None,
     now: datetime | None = None,
@@ -82,8 +81,6 @@ def tokenize_records(
             is replaced by TRL's training version of it.
         chat_template: used instead of the tokenizer's own.
         gives_turns: add `turn_ends` to the documents (conversations), for packing with overlong="turns".
-        gives_prompts: return the prompts alone, as the model is asked for an answer: a chat up to the assistant's last
-            turn with the generation prompt, pre-tokenised records up to the last tokens with labels.
         num_proc: processes; None works in this one.
         vocab_size: number of embeddings of the model, which token ids must be below; None checks only for
             negative ids.
@@ -107,7 +104,6 @@ def tokenize_records(
         assistant_only_loss=assistant_only_loss,
         chat_template=chat_template,
         gives_turns=gives_turns,
-        gives_prompts=gives_prompts,
         vocab_size=vocab_size,
         now=now,
     )
@@ -134,6 +130,10 @@ def choose_encoder(
     now: datetime | None = None,
 ) -> tuple[Records, Encoder]:
     """The columns that are read of these records, and what makes documents of them; see `tokenize_records`.
+
+    Args:
+        gives_prompts: make documents of the prompts alone, as the model is asked for an answer: of a chat up to the
+            assistant's last turn, with the generation prompt, and of pre-tokenised records up to the last labels.
 
     Raises:
         DataError: columns of no known kind or type; an option does not apply to this kind of record.

@@ -4,14 +4,15 @@ There is no cache of keys and values: each new token takes a forward pass of the
 in training. Room for the answers is left from the start, which causal attention does not see, so that the cut is
 planned once.
 
-prompts [1 2 3] and [4 5], 2 new tokens at most ->  1 2 3 . . | 4 5 . .  ->  1 2 3 6 . | 4 5 7 .  ->  1 2 3 6 8 | 4 5 7 9
+prompts [1 2 3] and [4 5], room for 2 tokens:  1 2 3 . . | 4 5 . .  ->  1 2 3 6 . | 4 5 7 .  ->  1 2 3 6 8 | 4 5 7 9
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from longctx.sequence.shard import cut, shard_tokens
 from longctx.training.progress import duration
 from longctx.untrusted.files import written_whole
 
+logger = logging.getLogger(__name__)
+
 COMPLETIONS_FILE = "completions.jsonl"
 """The name of the file in output_dir, with a line for each answer: step, prompt, completion and finish_reason."""
 MAX_NEW_TOKENS = 256
@@ -58,19 +61,22 @@ class LogCompletions(TrainerCallback):
         self.prompts = [prompt for prompt in given if len(prompt) < max_length]
         self.num_too_long = len(given) - len(self.prompts)
         self._room = [min(MAX_NEW_TOKENS, max_length - len(prompt)) for prompt in self.prompts]
-        lengths = [len(prompt) + room for prompt, room in zip(self.prompts, self._room, strict=True)]
-        self._packs = [indices.tolist() for indices in pack(lengths, max_length).bins]
-        self.max_length, self.entries = max_length, list[dict[str, Any]]()
+        self._lengths = [len(prompt) + room for prompt, room in zip(self.prompts, self._room, strict=True)]
+        packs, dp = [indices.tolist() for indices in pack(self._lengths, max_length).bins], trainer.sequence.dims.dp
+        self._rounds = [packs[first : first + dp] for first in range(0, len(packs), dp)]
+        """Packs [round][data-parallel rank] of prompts that are answered at once."""
+        self.entries: list[dict[str, Any]] = []
         """What the file holds."""
 
     def __str__(self) -> str:
         """What it costs, for the summary of a run."""
-        dp, passed = self.trainer.sequence.dims.dp, f"; {self.num_too_long} longer ones are passed over"
-        passes = -(-len(self._packs) // dp) * max(self._room, default=0)
-        count = f"{len(self.prompts)} prompt{'s' * (len(self.prompts) != 1)}"
+        passes = sum(max(self._room[i] for pack in packs for i in pack) for packs in self._rounds)
+        longest = max((sum(self._lengths[i] for i in pack) for packs in self._rounds for pack in packs), default=0)
+        passed_over = f"; {self.num_too_long} that leave no room in --max_length are passed over"
         return (
-            f"at most {MAX_NEW_TOKENS} tokens to each of {count} at each evaluation, in up to {passes:,} forward passes "
-            f"of up to {self.max_length:,} tokens, without a cache of keys and values{passed * bool(self.num_too_long)}"
+            f"answers to {len(self.prompts)} prompts at each evaluation, of up to {MAX_NEW_TOKENS} tokens: up to "
+            f"{passes:,} forward passes of {longest:,} tokens, since keys and values are not cached"
+            f"{passed_over * bool(self.num_too_long)}"
         )
 
     def on_train_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -94,14 +100,17 @@ class LogCompletions(TrainerCallback):
             for prompt, answer in zip(self.prompts, answers, strict=True)
         ]
         self.entries = [entry for entry in self.entries if entry["step"] < state.global_step] + sampled
-        with written_whole(Path(args.output_dir, COMPLETIONS_FILE)) as unfinished:
-            lines = (json.dumps(entry, ensure_ascii=False) + "\n" for entry in self.entries)
-            unfinished.write_text("".join(lines), encoding="utf-8", errors="replace")
+        path = Path(args.output_dir, COMPLETIONS_FILE)
+        try:
+            with written_whole(path) as unfinished:
+                unfinished.write_text("".join(json.dumps(entry) + "\n" for entry in self.entries), encoding="utf-8")
+        except OSError as error:  # the run is not to fail for its answers
+            logger.warning("%s is not written: %s", path, error)
         if state.is_world_process_zero:
             say(f"answers after step {state.global_step:,}, in {duration(time.perf_counter() - start)}")
             for entry in sampled:
-                show_row(Text(f"… {printable(entry['prompt'][-SHOWN:])}", "dim"))
-                show_row(Text(printable(entry["completion"]) + " …" * (entry["finish_reason"] == "length")))
+                show_row(Text(printable(ending(entry["prompt"])), "dim"))
+                show_row(Text(printable(answer_of(entry))))
 
     def _sample(self) -> list[list[int]] | None:
         """Return the tokens of each answer, the same on all ranks; None once a signal asks the run to stop.
@@ -112,9 +121,8 @@ class LogCompletions(TrainerCallback):
         dims, rank = self.trainer.sequence.dims, self.trainer.sequence.rank
         answers: list[list[int]] = [[] for _ in self.prompts]
         ends = self._end_tokens()
-        for first in range(0, len(self._packs), dims.dp):
-            packs = [*self._packs[first : first + dims.dp], *[[]] * dims.dp][: dims.dp]
-            mine = packs[dims.dp_rank(rank)]
+        for packs in self._rounds:
+            mine = packs[dims.dp_rank(rank)] if dims.dp_rank(rank) < len(packs) else []
             growing = _Growing(self.trainer, [self.prompts[i] for i in mine], [self._room[i] for i in mine])
             waiting = {i for pack in packs for i in pack}
             while waiting:
@@ -158,10 +166,8 @@ class _Growing:
         lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
         rows = [{"input_ids": np.pad(prompt, (0, new))} for prompt, new in zip(prompts, room, strict=True)]
         self._batch, layout = collator.with_layout(rows)
-        self._layout, self._sp_rank = (
-            layout.spread(sequence.dims, sequence.time_of_plan),
-            sequence.dims.sp_rank(sequence.rank),
-        )
+        self._layout = layout.spread(sequence.dims, sequence.time_of_plan)
+        self._sp_rank = sequence.dims.sp_rank(sequence.rank)
         self._next = np.cumsum(lengths + room, dtype=np.int64) - room
         """Where the next token of each answer will stand in the pack."""
         self._held = shard_tokens(torch.arange(layout.num_tokens)[None], self._layout, self._sp_rank)[0]
@@ -188,6 +194,16 @@ class _Growing:
         """Add a token to the answer at this place."""
         self._batch["input_ids"].view(-1)[self._next[place]] = token
         self._next[place] += 1
+
+
+def ending(prompt: str) -> str:
+    """Return the end of a prompt, as it is shown."""
+    return prompt if len(prompt) <= SHOWN else f"… {prompt[-SHOWN:]}"
+
+
+def answer_of(entry: Mapping[str, Any]) -> str:
+    """Return the answer of a line of completions.jsonl, as it is shown."""
+    return entry["completion"] + " …" * (entry["finish_reason"] == "length")
 
 
 def read_completions(folder: Path) -> list[dict[str, Any]]:

@@ -356,9 +356,9 @@ def _encoding(settings: Mapping[str, Any], model_config: PretrainedConfig) -> di
         "assistant_only_loss": settings["assistant_only_loss"],
         "chat_template": _template(settings["chat_template_path"]),
         "gives_turns": settings["overlong"] == "turns",
-        "gives_prompts": settings.get("gives_prompts", False),
         "vocab_size": model_config.get_text_config().vocab_size,
         "now": settings.get("began"),
+        **({"gives_prompts": True} if "gives_prompts" in settings else {}),
     }
 
 

@@ -9,24 +9,28 @@ import signal
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM
 
+from longctx import dpo
 from longctx.model.tiny import tiny_tokenizer
+from longctx.ranks import hang
+from longctx.run.preparation import prepare_data
 from longctx.settings.dpo import DPO
 from longctx.settings.flags import SFT
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.train import main
-from longctx.training.completions import COMPLETIONS_FILE, LogCompletions, read_completions
-from longctx.training.dataset import evaluation_prompts
+from longctx.training.callbacks import RESUMABLE
+from longctx.training.completions import COMPLETIONS_FILE, read_completions
+from longctx.training.dataset import prepare_data_set
 from longctx.upstream.accelerate_internals import ENGINE_ENVIRONMENT
 from tests.training.test_training import log_of
 from tests.workers import one_by_one, run_ranks
 
 MAX_LENGTH = 96
-PROMPT_LENGTHS = [80, 5, 40, 61, 95, 70]
-"""The room of an answer is 96 tokens less these. Several share a pack, and several packs are dealt over two ranks."""
+PROMPT_LENGTHS = [80, 61, 40, 5, 95, 70]
+"""The room of an answer is 96 tokens less these."""
 TOO_LONG = 120
 FLAGS = ["--max_length", str(MAX_LENGTH), "--overlong", "truncate", "--max_steps", "2", "--learning_rate", "5e-3"]
 FLAGS += ["--logging_steps", "1", "--save_strategy", "no", "--disable_tqdm", "True", "--eval_strategy", "steps"]
@@ -95,7 +99,7 @@ def generated(model, prompts):
     for prompt in prompts:
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
         new = model.generate(ids, do_sample=False, max_new_tokens=MAX_LENGTH - ids.shape[1])[0, ids.shape[1] :]
-        ends = new[-1].item() in model.generation_config.eos_token_id
+        ends = new[-1].item() in np.atleast_1d(model.generation_config.eos_token_id)
         answers.append((tokenizer.decode(new, skip_special_tokens=True), "stop" if ends else "length"))
     return answers
 
@@ -145,3 +149,144 @@ def test_answers_are_those_of_one_process(processes, model, data, tmp_path):
         assert steps_of(logs[name]) == steps_of(logs[WITHOUT + name])
         weights = [next((tmp_path / run).glob("*model.safetensors")).read_bytes() for run in (name, WITHOUT + name)]
         assert weights[0] == weights[1], name
+
+
+# ------------------------------------------------------------------------------------------------
+# The prompts
+# ------------------------------------------------------------------------------------------------
+
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+CHAT = [*ASKED, {"role": "assistant", "content": "Me."}, {"role": "user", "content": "Why?"}]
+ANSWER = {"role": "assistant", "content": "So."}
+CHOICE = {"chosen": [ANSWER], "rejected": [{"role": "assistant", "content": "No."}]}
+RECORDS = {  # of a chat, as lists of messages; else as text or tokens
+    "chat": ({"messages": [*CHAT, ANSWER]}, CHAT),
+    "chat that ends with a question": ({"messages": CHAT}, ASKED),
+    "chat without an answer": ({"messages": ASKED}, ASKED),
+    "ShareGPT": ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]}, None),
+    "prompt and completion of messages": ({"prompt": CHAT, "completion": [ANSWER]}, CHAT),
+    "prompt and completion": ({"prompt": "How? ", "completion": "So."}, "How? "),
+    "pre-tokenised": ({"input_ids": [9, 8, 7, 6, 5, 4], "labels": [-100, 8, -100, -100, 5, 4]}, [9, 8, 7, 6]),
+    "pairs of messages": ({"prompt": CHAT, **CHOICE}, CHAT),
+    "pairs without a prompt": ({"chosen": [*CHAT, ANSWER], "rejected": [*CHAT, *CHOICE["rejected"]]}, CHAT),
+    "pairs of text": ({"prompt": "How? ", "chosen": "So.", "rejected": "No."}, "How? "),
+}
+
+
+def write(folder, records):
+    folder.mkdir(exist_ok=True)
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return ["--model_name_or_path", "tiny", "--dataset_name", str(folder), "--eval_strategy", "steps", "--use_cpu"]
+
+
+def prompts_of(flags, method=SFT):
+    run = resolve(parse_flags([*flags, "--max_length", "512"], method), read_profile({}), {})
+    data = prepare_data_set(run.settings, tiny_tokenizer(), run.model_config)
+    return [prompt.tolist() for prompt in data.evaluation.prompts]
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_prompts_are_what_the_model_is_asked_with(kind, tmp_path):
+    record, asked = RECORDS[kind]
+    tokenizer = tiny_tokenizer()
+    if isinstance(asked, str):
+        asked = tokenizer(asked)["input_ids"]
+    elif asked is None or isinstance(asked[0], dict):
+        asked = asked or [{"role": "user", "content": "Hi"}]
+        asked = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    flags = [*write(tmp_path / "data", [record] * 3), "--eval_generate", "2"]
+    assert prompts_of(flags, DPO if "pairs" in kind else SFT) == [asked] * 2
+    if "pairs" not in kind:
+        assert prompts_of([*flags, "--dataset_streaming", "True", "--max_steps", "1"]) == [asked] * 2
+
+
+def test_prompts_are_those_of_the_documents_that_are_evaluated(tmp_path):
+    """Of a share of the training data, which is drawn at random, of a mixture in its order, and all of few records."""
+    flags = write(tmp_path / "data", [{"prompt": f"{i}? ", "completion": f"{i}."} for i in range(20)])
+    run = resolve(parse_flags([*flags, "--test_split_size", "0.4", "--eval_generate", "3"], SFT), read_profile({}), {})
+    evaluation, decode = prepare_data(run).evaluation, tiny_tokenizer().decode
+    texts = [decode(ids) for ids in evaluation.documents["input_ids"][:]]
+    asked = [decode(prompt) for prompt in evaluation.prompts]
+    assert [text.startswith(prompt) for text, prompt in zip(texts, asked, strict=False)] == [True] * 3
+    assert asked != ["0? ", "1? ", "2? "]
+    other = write(tmp_path / "other", [{"prompt": "Other? ", "completion": "Yes."}])
+    both = [*flags, "--datasets", other[3], flags[3], "--eval_generate", "3"]
+    both = [flag for flag in both if flag not in ("--dataset_name",)]
+    both.remove(flags[3])
+    assert [decode(prompt) for prompt in prompts_of(both)] == ["Other? ", "0? ", "1? "]
+    assert len(prompts_of([*other, "--eval_generate", "9"])) == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "parts"),
+    [
+        (
+            {"text": "nothing to answer"},
+            ("--eval_generate 1", "'text' with plain text, which have no prompts", "'prompt'"),
+        ),
+        ({"input_ids": [5, 6, 7]}, ("--eval_generate 1", "'input_ids' without labels", "no prompts")),
+        ({"input_ids": [5, 6], "labels": [5, 6]}, ("data/test.jsonl:1: no token comes before its answer",)),
+    ],
+)
+def test_records_without_prompts_are_refused(record, parts, tmp_path, capsys):
+    assert main([*write(tmp_path / "data", [record]), "--max_length", "64", "--eval_generate", "1"]) == 2
+    error = capsys.readouterr().err
+    assert all(part in error for part in parts), error
+
+
+# ------------------------------------------------------------------------------------------------
+# A run of its own: the file, the page, resuming, signals
+# ------------------------------------------------------------------------------------------------
+
+
+def test_answers_are_printed_kept_and_shown(data, tmp_path, capsys):
+    """A run that resumes from an older checkpoint drops the answers after it, and another run all of them."""
+    flags = ["--model_name_or_path", "tiny", "--dataset_name", str(data), *FLAGS, "--eval_generate", "4"]
+    flags += [
+        "--eval_steps",
+        "1",
+        "--save_strategy",
+        "steps",
+        "--save_steps",
+        "1",
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--use_cpu",
+    ]
+    assert main(flags) == 0
+    printed, first = capsys.readouterr().out, read_completions(tmp_path / "out")
+    assert [entry["step"] for entry in first] == [0] * 3 + [1] * 3 + [2] * 3
+    passes = sum(MAX_LENGTH - length for length in PROMPT_LENGTHS[:3])  # each prompt fills a pack
+    said = f"answers to 3 prompts at each evaluation, of up to 256 tokens: up to {passes} forward passes of 96 tokens"
+    assert f"generate  {said}" in printed
+    assert "1 that leave no room in --max_length are passed over" in printed
+    assert printed.count("longctx: answers after step 1, in ") == 1
+    assert all(entry["prompt"] in printed for entry in first)
+    page = (tmp_path / "out" / "run_report.html").read_text(encoding="utf-8")
+    assert "<h2>Answers</h2>" in page
+    assert all(entry["prompt"] in page for entry in first)
+    assert main([*flags, "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-1")]) == 0
+    assert read_completions(tmp_path / "out") == first
+    assert main([*flags, "--overwrite_output_dir", "True", "--max_steps", "1"]) == 0
+    assert read_completions(tmp_path / "out") == first[:6]
+
+
+def test_a_signal_ends_the_answers(data, tmp_path, monkeypatch, capsys):
+    """The run takes its step, saves, and ends, without hundreds of forward passes before."""
+    monkeypatch.setattr(hang.WATCH, "go_on", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    flags = ["--model_name_or_path", "tiny", "--dataset_name", str(data), *FLAGS, *GENERATES, "--use_cpu"]
+    assert main([*flags, "--output_dir", str(tmp_path / "out")]) == RESUMABLE
+    assert not read_completions(tmp_path / "out")
+    assert "stopped by SIGTERM after step 1" in capsys.readouterr().out
+
+
+def test_the_answers_of_a_dpo_run(tmp_path):
+    data = write(tmp_path / "data", [RECORDS["pairs of text"][0]] * 4)[3]
+    flags = ["--model_name_or_path", "tiny", "--dataset_name", data, *FLAGS, *GENERATES, "--use_cpu"]
+    flags = [*flags, "--output_dir", str(tmp_path / "out"), "--max_steps", "1", "--eval_steps", "1"]
+    assert dpo.main(flags) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    expected = generated(model, ["How? "])[0]
+    found = {(e["completion"], e["finish_reason"]) for e in read_completions(tmp_path / "out") if e["step"] == 1}
+    assert found == {expected}
