@@ -89,9 +89,10 @@ class Encoder:
         """
         input_ids, labels, notes, turn_ends = self._encode_table(batch, indices)
         for ids, index in zip(input_ids, indices, strict=True):
+            if len(ids) == 0 and self.gives_prompts:
+                raise DataError(f"{name_record(index)}: no token comes before its answer. Remove the record.")
             if len(ids) == 0:
-                what = "no token comes before its answer" if self.gives_prompts else "'input_ids' is empty, 0 tokens"
-                raise DataError(f"{name_record(index)}: {what}. Remove the record.")
+                raise DataError(f"{name_record(index)}: 'input_ids' is empty, 0 tokens. Remove the record.")
         columns = {"input_ids": input_ids}
         if self.masked:
             columns["labels"] = labels
