@@ -20,10 +20,12 @@ from longctx.model.load import count_parameters, count_trained_parameters, load_
 from longctx.ranks.agreement import broadcast_object
 from longctx.report.memory_advice import describe_memory
 from longctx.report.page import reported
+from longctx.run.dashboards import charts_go_on
 from longctx.run.model import attention_kernel, build_trainer
 from longctx.run.preparation import PreparedRun
 from longctx.settings.run import Run
 from longctx.training.callbacks import CompareForecast, ProfileSteps
+from longctx.training.checkpoint.files import read_manifest
 from longctx.training.checkpoint.folder import end, stamp
 from longctx.training.completions import LogCompletions
 from longctx.training.dataset import TrainingData
@@ -63,7 +65,8 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
     if trainer.args.should_save:
         exactness.write(folder)
     memory: list[str] = []
-    with _marked(trainer), reported(run, trainer) as results:
+    resumed_at = None if prepared.resume_from is None else read_manifest(prepared.resume_from).step
+    with _marked(trainer), reported(run, trainer) as results, charts_go_on(trainer, resumed_at=resumed_at):
         trainer.train(resume_from_checkpoint=None if prepared.resume_from is None else str(prepared.resume_from))
         stopped_by = trainer.stop_on_signal.stopped_by
         if is_first and (read := trainer.stream_read) is not None:
