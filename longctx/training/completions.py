@@ -80,8 +80,9 @@ class LogCompletions(TrainerCallback):
         )
 
     def on_train_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.global_step:  # a resumed run
-            self.entries = [e for e in read_completions(Path(args.output_dir)) if e["step"] <= state.global_step]
+        if args.should_save and (before := read_completions(Path(args.output_dir))):
+            self.entries = [e for e in before if e["step"] <= state.global_step] if state.global_step else []
+            self._write(Path(args.output_dir))
 
     def on_evaluate(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         start = time.perf_counter()
@@ -100,17 +101,19 @@ class LogCompletions(TrainerCallback):
             for prompt, answer in zip(self.prompts, answers, strict=True)
         ]
         self.entries = [entry for entry in self.entries if entry["step"] < state.global_step] + sampled
-        path = Path(args.output_dir, COMPLETIONS_FILE)
-        try:
-            with written_whole(path) as unfinished:
-                unfinished.write_text("".join(json.dumps(entry) + "\n" for entry in self.entries), encoding="utf-8")
-        except OSError as error:  # the run is not to fail for its answers
-            logger.warning("%s is not written: %s", path, error)
+        self._write(Path(args.output_dir))
         if state.is_world_process_zero:
             say(f"answers after step {state.global_step:,}, in {duration(time.perf_counter() - start)}")
             for entry in sampled:
                 show_row(Text(printable(ending(entry["prompt"])), "dim"))
                 show_row(Text(printable(answer_of(entry))))
+
+    def _write(self, folder: Path) -> None:
+        try:
+            with written_whole(folder / COMPLETIONS_FILE) as unfinished:
+                unfinished.write_text("".join(json.dumps(entry) + "\n" for entry in self.entries), encoding="utf-8")
+        except OSError as error:  # the run is not to fail for its answers
+            logger.warning("%s is not written: %s", folder / COMPLETIONS_FILE, error)
 
     def _sample(self) -> list[list[int]] | None:
         """Return the tokens of each answer, the same on all ranks; None once a signal asks the run to stop.

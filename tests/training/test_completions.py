@@ -266,10 +266,13 @@ def test_answers_are_printed_kept_and_shown(data, tmp_path, capsys):
     page = (tmp_path / "out" / "run_report.html").read_text(encoding="utf-8")
     assert "<h2>Answers</h2>" in page
     assert all(entry["prompt"] in page for entry in first)
-    assert main([*flags, "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-1")]) == 0
+    resume = ["--eval_on_start", "False", "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-1")]
+    assert main([*flags, *resume]) == 0
     assert read_completions(tmp_path / "out") == first
-    assert main([*flags, "--overwrite_output_dir", "True", "--max_steps", "1"]) == 0
+    assert main([*flags, *resume, "--eval_delay", "5"]) == 0
     assert read_completions(tmp_path / "out") == first[:6]
+    assert main([*flags, "--overwrite_output_dir", "True", "--max_steps", "1", "--eval_on_start", "False"]) == 0
+    assert [entry["step"] for entry in read_completions(tmp_path / "out")] == [1] * 3
 
 
 def test_a_signal_ends_the_answers(data, tmp_path, monkeypatch, capsys):
