@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from longctx.training.callbacks import RESUMABLE
 from longctx.training.completions import COMPLETIONS_FILE, read_completions
 from longctx.training.dataset import prepare_data_set
 from longctx.upstream.accelerate_internals import ENGINE_ENVIRONMENT
+from tests.softcuda.ranks import soft_environment
 from tests.training.test_training import log_of
 from tests.workers import one_by_one, run_ranks
 
@@ -120,6 +123,21 @@ def steps_of(log):
     return [{name: entry[name] for name in names if name in entry} for entry in log]
 
 
+def prompts_in(data):
+    """Those of the test split's first seven records that leave room for an answer."""
+    prompts = [json.loads(line)["prompt"] for line in (data / "test.jsonl").read_text().splitlines()[:7]]
+    return [prompt for prompt in prompts if len(prompt) < MAX_LENGTH]
+
+
+def check_answers(folder, prompts, start, end):
+    """A run's file has these answers before its training and after it."""
+    lines = [json.loads(line) for line in (folder / COMPLETIONS_FILE).read_text().splitlines()]
+    for step, expected in ((0, start), (2, end)):
+        found = [line for line in lines if line["step"] == step]
+        assert [line["prompt"] for line in found] == prompts
+        assert [(line["completion"], line["finish_reason"]) for line in found] == expected, (folder.name, step)
+
+
 @pytest.mark.parametrize(
     "processes", [1, 2, pytest.param(4, marks=pytest.mark.long), pytest.param("all of 2", marks=pytest.mark.long)]
 )
@@ -133,22 +151,37 @@ def test_answers_are_those_of_one_process(processes, model, data, tmp_path):
         cases[name] = [*common, str(tmp_path / name), *GENERATES], LAYOUTS[name][2]
         cases[WITHOUT + name] = [*common, str(tmp_path / f"{WITHOUT}{name}")], LAYOUTS[name][2]
     logs = run_ranks(LAYOUTS[names[0]][0], f"{__name__}:train_all", cases, timeout=600)[0]
-    prompts = [json.loads(line)["prompt"] for line in (data / "test.jsonl").read_text().splitlines()[:7]]
-    prompts = [prompt for prompt in prompts if len(prompt) < MAX_LENGTH]
+    prompts = prompts_in(data)
     start = generated(AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager"), prompts)
     assert {reason for _, reason in start} == {"stop", "length"}
     for name in names:
-        folder = tmp_path / name
-        lines = [json.loads(line) for line in (folder / COMPLETIONS_FILE).read_text().splitlines()]
-        end = generated(saved_model(folder, model), prompts)
+        end = generated(saved_model(tmp_path / name, model), prompts)
         assert end != start, "the model has learnt"
-        for step, expected in ((0, start), (2, end)):
-            found = [line for line in lines if line["step"] == step]
-            assert [line["prompt"] for line in found] == prompts
-            assert [(line["completion"], line["finish_reason"]) for line in found] == expected, (name, step)
+        check_answers(tmp_path / name, prompts, start, end)
         assert steps_of(logs[name]) == steps_of(logs[WITHOUT + name])
         weights = [next((tmp_path / run).glob("*model.safetensors")).read_bytes() for run in (name, WITHOUT + name)]
         assert weights[0] == weights[1], name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--accelerate_config", "fsdp1", "--num_processes", "2"],
+        ["--sp", "2", "--sp_backend", "ring", "--activation_offloading", "True"],
+        ["--sp", "2", "--sp_backend", "gather", "--sequence_chunk_size", "16"],
+    ],
+    ids=["FSDP1", "ring", "in chunks"],
+)
+def test_answers_on_soft_gpus(flags, model, data, tmp_path, soft_gpus):
+    """FSDP1 has no CPU; hidden states of the chunked step are in host memory, and are read once they are there."""
+    arguments = [*FLAGS, *GENERATES, *flags, "--model_name_or_path", model, "--dataset_name", str(data)]
+    arguments += ["--bf16", "False", "--memory", "balanced", "--output_dir", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "longctx", "train", *arguments]
+    subprocess.run(command, check=True, env=soft_environment(), timeout=300)
+    start = generated(AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager"), prompts_in(data))
+    end = generated(saved_model(tmp_path / "out", model), prompts_in(data))
+    check_answers(tmp_path / "out", prompts_in(data), start, end)
 
 
 # ------------------------------------------------------------------------------------------------
