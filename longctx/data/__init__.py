@@ -21,7 +21,7 @@ from longctx.data.mixture import Mixture, name_data
 
 if TYPE_CHECKING:
     from longctx.data.files import STDLIB, stdlib_files
-    from longctx.data.mixing import MixedStream, SourceReport, mix
+    from longctx.data.mixing import MixedStream, SourceReport, mix, order_of_part
     from longctx.data.records import load_records, record_place, stream_records
     from longctx.data.stream import DocumentStream, tokenize_stream
     from longctx.data.tokenize import tokenize_records
@@ -38,6 +38,7 @@ __all__ = [
     "load_records",
     "mix",
     "name_data",
+    "order_of_part",
     "record_place",
     "stdlib_files",
     "stream_records",
@@ -55,6 +56,7 @@ _LOADED_WHEN_USED = {
     "SourceReport": "mixing",
     "load_records": "records",
     "mix": "mixing",
+    "order_of_part": "mixing",
     "record_place": "records",
     "stdlib_files": "files",
     "stream_records": "records",

@@ -113,6 +113,9 @@ class ChatEncoder(Encoder):
                     "message. Keep one of them."
                 )
         chat, text = self._write([message for part in chats for message in part], index, options)
+        if self.gives_prompts:
+            prompt = self._prompt(chat[: len(chats[0]) if len(chats) > 1 else _last_answer(chat)], index, options)
+            return prompt, prompt
         obeyed = self._masks_of_markers(options["chat_template"])
         not_learnt = [place for place, message in enumerate(chat) if not is_learnt(message, where, obeyed)]
         assert self.masked or not not_learnt, "documents of messages with masks have labels"
@@ -132,9 +135,7 @@ class ChatEncoder(Encoder):
         end = cache(partial(self._end, chat, text=text, index=index, options=options))
         learnt = np.ones(len(ids), dtype=bool)
         if self.masks_prompt:
-            asked = self._render(chat[: len(chats[0])], index, options | {"add_generation_prompt": True})
-            (prompt,) = token_ids(self.tokenizer, [asked], add_special_tokens=False)
-            learnt &= mask_prompt(ids, prompt) != IGNORE_INDEX
+            learnt &= mask_prompt(ids, self._prompt(chat[: len(chats[0])], index, options)) != IGNORE_INDEX
         if derives:
             turns = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
             spans = [(end(place, prompted=True), end(place + 1)) for place in turns]
@@ -210,6 +211,11 @@ class ChatEncoder(Encoder):
         check_messages(chat, options["chat_template"], text, name_record(index))
         self.notes += left_out(chat, options["tools"], options["chat_template"], text)
         return chat, text
+
+    def _prompt(self, chat: list[dict[str, Any]], index: int, options: dict[str, Any]) -> np.ndarray:
+        """Return the tokens after which the model answers these messages."""
+        asked = self._render(chat, index, options | {"add_generation_prompt": True})
+        return token_ids(self.tokenizer, [asked], add_special_tokens=False)[0]
 
     def _render(self, chat: list[dict[str, Any]], index: int, options: dict[str, Any]) -> str:
         """Apply the chat template. Some records are rendered twice: the text may depend on them alone."""
@@ -353,6 +359,11 @@ class ChatEncoder(Encoder):
                 "The chat template leaves the assistant's end-of-turn token out of the loss: the model may not "
                 "learn to stop. Move the token into {% generation %} … {% endgeneration %}, or use every token."
             )
+
+
+def _last_answer(chat: list[dict[str, Any]]) -> int:
+    """Return the place of the assistant's last message; the end if there is none."""
+    return max((place for place, message in enumerate(chat) if message["role"] == "assistant"), default=len(chat))
 
 
 def _within(spans: list[tuple[int, int]], offsets: NDArray[np.integer]) -> NDArray[np.bool_]:

@@ -67,6 +67,8 @@ class Encoder:
     """The code of unknown origin that `encode` runs, for error messages."""
     gives_turns = False
     """Whether the documents have `turn_ends`. Only conversations can have them."""
+    gives_prompts = False
+    """Whether the documents are the prompts alone, as the model is asked to go on from them, without labels."""
     notes: Counter[str]
     turn_ends: list[np.ndarray]
     """Filled by `encode`; see `Encoded`."""
@@ -93,6 +95,8 @@ class Encoder:
         """
         input_ids, labels, notes, turn_ends = self._encode_table(batch, indices)
         for ids, index in zip(input_ids, indices, strict=True):
+            if len(ids) == 0 and self.gives_prompts:
+                raise DataError(f"{name_record(index)}: no token comes before its answer. Remove the record.")
             if len(ids) == 0:
                 raise DataError(f"{name_record(index)}: 'input_ids' is empty, 0 tokens. Remove the record.")
         columns = {"input_ids": input_ids}
@@ -204,6 +208,8 @@ class TextEncoder(Encoder):
                 check_text(value, column, name_record(index))
         if "prompt" not in batch:
             return self._tokenize(batch[self.kind]), None
+        if self.gives_prompts:
+            return self._tokenize(batch["prompt"], ends=False), None
         pairs = list(zip(batch["prompt"], batch["completion"], strict=True))
         input_ids = self._tokenize([prompt + completion for prompt, completion in pairs])
         if not self.masked:
@@ -298,6 +304,8 @@ class PretokenizedEncoder(Encoder):
             input_ids.append(ids)
             masks = [values[column] != 0 for column in self.labels_from if column != "labels"]
             labels.append(values.get("labels", np.where(np.all(masks, axis=0), ids, IGNORE_INDEX)))
+        if self.gives_prompts:
+            input_ids = [ids[: _last_answer(of)] for ids, of in zip(input_ids, labels, strict=True)]
         return Encoded(input_ids, labels, Counter(), [])
 
     def _rows(self, column: pa.ChunkedArray, name: str, indices: Sequence[int]) -> list[np.ndarray]:
@@ -312,6 +320,12 @@ class PretokenizedEncoder(Encoder):
         ends = np.cumsum(pc.list_value_length(lists).to_numpy())
         self._check_values(values, ends, name, indices)
         return np.split(values.astype(np.int64), ends[:-1])
+
+
+def _last_answer(labels: np.ndarray) -> int:
+    """Return where the last tokens with labels begin, one after another; the end if none has one."""
+    begins = np.flatnonzero(np.diff(labels != IGNORE_INDEX, prepend=False))[::2]
+    return int(begins[-1]) if len(begins) else len(labels)
 
 
 def _check_whole(values: Mapping[str, np.ndarray], index: int) -> None:

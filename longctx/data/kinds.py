@@ -48,7 +48,7 @@ _TOKEN_WEIGHTS = ("loss_mask", "loss_scale", "loss_weights", "token_weights")
 ALPACA = "instruction+output"
 """Alpaca's records, which are prompts and completions."""
 
-_COMPOSITE_KINDS = {
+COMPOSITE_KINDS = {
     ALPACA: ("instruction", "output"),
     "prompt+completion": ("prompt", "completion"),
     "prompt+chosen+rejected": ("prompt", "chosen", "rejected"),
@@ -125,7 +125,7 @@ def _kind_of_pairs(columns: Sequence[str], where: str) -> str:
 
 def kind_columns(kind: str) -> tuple[str, ...]:
     """Columns every record of a kind has."""
-    return _COMPOSITE_KINDS.get(kind, (kind,))
+    return COMPOSITE_KINDS.get(kind, (kind,))
 
 
 def optional_columns(kind: str) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ def check_unread_columns(columns: Collection[str], kind: str, is_kto: bool, wher
         columns: those that hold something.
         is_kto: whether a column 'label' holds true or false.
     """
-    is_plain_text = kind not in (*_COMPOSITE_KINDS, "messages", "conversations")
+    is_plain_text = kind not in (*COMPOSITE_KINDS, "messages", "conversations")
     if is_kto and not is_plain_text:
         raise DataError(
             f"{where}: the column 'label' says which completions are desirable (KTO), and all of them would be trained "

@@ -79,9 +79,7 @@ def mix(sources: Sequence[Dataset], mixture: Mixture, part: str = "train") -> tu
         DataError: for weights that would make it endless.
     """
     lengths = [len(source) for source in sources]
-    drawn = order = _order(lengths, mixture)
-    if mixture.test_size is not None:
-        order = _part(drawn, mixture, part)
+    drawn, order = order_of_part(lengths, mixture, part)
     whole = datasets.concatenate_datasets(_with_same_columns(sources))
     chosen = whole if np.array_equal(order, np.arange(len(whole))) else whole.select(order)
     times = np.bincount(order, minlength=len(whole))
@@ -98,6 +96,12 @@ def mix(sources: Sequence[Dataset], mixture: Mixture, part: str = "train") -> tu
         distinct=of_each(times > 0),
         left_out=of_each(is_left_out),
     )
+
+
+def order_of_part(lengths: Sequence[int], mixture: Mixture, part: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the numbers of documents in the data sets one after another: of the mixture, and of its part."""
+    drawn = _order(lengths, mixture)
+    return drawn, drawn if mixture.test_size is None else _part(drawn, mixture, part)
 
 
 def _order(lengths: Sequence[int], mixture: Mixture) -> NDArray[np.int64]:

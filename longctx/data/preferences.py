@@ -67,6 +67,8 @@ class PairTextEncoder(TextEncoder):
                 check_text(value, column, name_record(index))
         records = [with_prompt(dict(zip(batch, values, strict=True))) for values in zip(*batch.values(), strict=True)]
         prompts = self._tokenize([record["prompt"] for record in records], ends=False)
+        if self.gives_prompts:
+            return prompts, None
         sides = [self._tokenize([record["prompt"] + record[answer] for record in records]) for answer in _ANSWERS]
         pairs = [_join(*parts) for parts in zip(prompts, zip(*sides, strict=True), indices, strict=True)]
         return [ids for ids, _ in pairs], [labels for _, labels in pairs]
@@ -92,10 +94,10 @@ class PairChatEncoder(ChatEncoder):
             )
         written = [self._write(record["prompt"] + record[answer], index, options) for answer in _ANSWERS]
         prompt_as_written = written[0][0][: len(record["prompt"])]
-        asked = self._render(prompt_as_written, index, options | {"add_generation_prompt": True})
-        texts = [asked, *(text for _, text in written)]
-        prompt, *sides = token_ids(self.tokenizer, texts, add_special_tokens=False)
-        return _join(prompt, sides, index)
+        prompt = self._prompt(prompt_as_written, index, options)
+        if self.gives_prompts:
+            return prompt, prompt
+        return _join(prompt, token_ids(self.tokenizer, [text for _, text in written], add_special_tokens=False), index)
 
 
 def with_prompt(record: dict[str, Any]) -> dict[str, Any]:

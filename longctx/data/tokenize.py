@@ -30,6 +30,7 @@ from longctx.data.errors import DataError, no_records, say
 from longctx.data.kinds import (
     ALPACA,
     CHECKED_COLUMNS,
+    COMPOSITE_KINDS,
     PAIRS,
     PER_TOKEN_COLUMNS,
     TOKENS,
@@ -124,10 +125,15 @@ def choose_encoder(
     assistant_only_loss: bool = False,
     chat_template: str | None = None,
     gives_turns: bool = False,
+    gives_prompts: bool = False,
     vocab_size: int | None = None,
     now: datetime | None = None,
 ) -> tuple[Records, Encoder]:
     """The columns that are read of these records, and what makes documents of them; see `tokenize_records`.
+
+    Args:
+        gives_prompts: make documents of the prompts alone, as the model is asked for an answer: of a chat up to the
+            assistant's last turn, with the generation prompt, and of pre-tokenised records up to the last labels.
 
     Raises:
         DataError: columns of no known kind or type; an option does not apply to this kind of record.
@@ -162,7 +168,15 @@ def choose_encoder(
         else:
             encoder = TextEncoder(tokenizer, kind, masks_prompt)
     encoder.vocab_size = vocab_size
-    if gives_turns:
+    if gives_prompts:
+        if not (conversational or encoder.masked or kind in COMPOSITE_KINDS):
+            unlabelled = "'input_ids' without labels" if kind == "input_ids" else f"{kind!r} with plain text"
+            raise DataError(
+                f"the records are {unlabelled}, which have no prompts. Give records with 'prompt' and 'completion', "
+                "with 'messages', or with 'input_ids' and 'labels'."
+            )
+        encoder.gives_prompts, encoder.masked = True, False
+    elif gives_turns:
         encoder.gives_turns = True
     if encoder.tokenizer is not None:
         warn_of_eos(tokenizer)

@@ -22,7 +22,10 @@ LABEL = 10
 
 GROUPS = (
     ("model", "weights", "files"),
-    ("data", "records", "overlong", "sample", "packing", "prompts", "targets", "mixture", "evaluate", "resume"),
+    (
+        *("data", "records", "overlong", "sample", "packing", "prompts", "targets", "mixture"),
+        *("evaluate", "generate", "resume"),
+    ),
     ("auto", "mesh", "backend", "engine", "device", "kernel", "memory", "liger", "compile"),
     ("batch", "tokens", "routers", "forecast", "steps", "time", "disk", "preset", "defaults"),
     ("note",),

@@ -27,14 +27,15 @@ from longctx.upstream.transformers_internals import decoder_of, replace_forward
 TILE_BYTES = 2**28
 """Bytes of one tile's logits in fp32, for at least one token. A tile needs two to three times as much in all."""
 
-HEAD_OPTIONS = ("label_smoothing", "summed", "is_top1", "mean_logits", "temperature")
+HEAD_OPTIONS = ("label_smoothing", "summed", "is_top1", "mean_logits", "temperature", "next_tokens")
 """Keywords of the model that its head takes, beside `token_outputs`."""
 
 
 def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
     """Let `model(..., shift_labels=..., token_outputs=True)` return `TokenOutputs`.
 
-    HEAD_OPTIONS are those of `fused_token_outputs`, and `temperature`, which divides logits.
+    HEAD_OPTIONS are those of `fused_token_outputs`; `temperature`, which divides logits; and `next_tokens`, with which
+    it returns int64 [n], the most likely tokens at the n labels that are not −100, in their order.
     Without `token_outputs` the model is what it was. The head is called as the module that it is, once, so that
     FSDP2, ZeRO-3 and adapters treat its weight like any other layer's: gathered once for all tiles, one gradient.
 
@@ -76,8 +77,16 @@ def _head_forward(
     hidden: Tensor,
     shift_labels: Tensor | None = None,
     temperature: float = 1.0,
+    next_tokens: bool = False,
     **options: Any,
 ) -> Tensor | TokenOutputs:
+    if next_tokens:
+        assert shift_labels is not None, "they say at which tokens"
+        at = learnt_positions(shift_labels) if options["positions"] is None else options["positions"]
+        if hidden_on_host:
+            synchronize(head.weight.device)
+        last = hidden[0, at.to(hidden.device)].to(head.weight)
+        return F.linear(last, head.weight, head.bias).argmax(-1)  # no model's scaling changes which is the largest
     if shift_labels is None:
         return F.linear(hidden.to(head.weight.device), head.weight, head.bias)
     scaling = scaling._replace(temperature=temperature)

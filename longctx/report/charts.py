@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import median_high
 from typing import Any, NamedTuple
 
 from longctx.forecast.cost import GIB, Cost
 from longctx.launch.terminal import number
-from longctx.report.svg import Points, Series, escaped, figure, line_chart
+from longctx.report.svg import Points, Series, escaped, figure, line_chart, table
+from longctx.training.completions import answer_of, ending
 from longctx.training.progress import duration
 
 SMOOTHING = 0.8
@@ -18,6 +19,20 @@ SMOOTHED_FROM = 20
 """The fewest steps that have one."""
 MOST_ROWS = 40
 """The most rows of the table of numbers."""
+
+
+MOST_PROMPTS, MOST_ANSWERS = 20, 3
+"""Prompts of --eval_generate that the page shows, and the last answers to each."""
+
+
+def answers_table(completions: Iterable[Mapping[str, Any]]) -> str:
+    """Return the prompts of --eval_generate and the last answers to each; an empty text without any."""
+    answers: dict[str, list[tuple[str, str]]] = {}
+    for entry in completions:
+        answers.setdefault(entry["prompt"], []).append((f"after step {entry['step']:,}", answer_of(entry)))
+    shown = list(answers.items())[:MOST_PROMPTS]
+    rows = [row for prompt, given in shown for row in (("prompt", ending(prompt)), *given[-MOST_ANSWERS:])]
+    return f'<div class="answers">{table(rows)}</div>' if rows else ""
 
 
 def percent(share: float) -> str:

@@ -23,12 +23,13 @@ from longctx.launch.console import Line, show
 from longctx.launch.failures import reason
 from longctx.launch.terminal import number
 from longctx.packing import PackingReport
-from longctx.report.charts import all_charts, key_numbers, numbers_table
+from longctx.report.charts import all_charts, answers_table, key_numbers, numbers_table
 from longctx.report.svg import document, escaped, table, words
 from longctx.settings.flags import SFT
 from longctx.settings.run import Run
 from longctx.training.checkpoint.files import step_of
 from longctx.training.checkpoint.folder import checkpoints
+from longctx.training.completions import read_completions
 from longctx.training.exactness import EXACTNESS_FILE, Exactness
 from longctx.training.trainer import SequenceTrainer
 from longctx.untrusted.files import written_whole
@@ -53,7 +54,7 @@ BODY = """<header><h1>{name}</h1>
 <section aria-label="Results">{results}</section>
 <section class="charts" aria-label="Charts">
 {charts}</section>
-<div class="columns">
+{answers}<div class="columns">
 {sections}</div>
 </main>"""
 SECTION = '<section><h2>{}</h2><div class="wide" tabindex="0">{}</div></section>\n'
@@ -109,6 +110,7 @@ def _write(
         settings=run.settings,
         versions=_versions(trainer.sequence.device, run.dims.world_size),
         checkpoints=checkpoints(folder)[::-1],
+        completions=read_completions(folder),
         written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     )
     try:
@@ -157,6 +159,8 @@ class RunReport:
     """All flags."""
     versions: Mapping[str, str]
     checkpoints: Sequence[Path] = field(default=())
+    completions: Sequence[Mapping[str, Any]] = field(default=())
+    """The lines of completions.jsonl."""
     written: str
     """The time of writing."""
 
@@ -189,6 +193,7 @@ class RunReport:
             tiles="".join(f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>" for name, value in tiles),
             results="".join(f"<p><b>{escaped(name)}</b> {escaped(text)}</p>" for name, text in self.results),
             charts=all_charts(self.history),
+            answers=SECTION.format("Answers", answers) if (answers := answers_table(self.completions)) else "",
             sections="".join(template.format(name, inner) for template, name, inner in sections),
         )
         return _hide(document(f"{escaped(self.name)} – longctx run", body, ["page.css"]), self.settings)

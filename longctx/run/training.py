@@ -23,11 +23,14 @@ from longctx.model.load import count_parameters, count_trained_parameters, load_
 from longctx.ranks.agreement import broadcast_object
 from longctx.report.memory_advice import describe_memory
 from longctx.report.page import reported
+from longctx.run.dashboards import charts_go_on
 from longctx.run.model import attention_kernel, build_trainer
 from longctx.run.preparation import PreparedRun
 from longctx.settings.run import Run
 from longctx.training.callbacks import CompareForecast, ProfileSteps
+from longctx.training.checkpoint.files import read_manifest
 from longctx.training.checkpoint.folder import checkpoints, end, stamp
+from longctx.training.completions import LogCompletions
 from longctx.training.dataset import TrainingData
 from longctx.training.exactness import NOT_LOGGED, Exactness
 from longctx.training.reference import single_device_step
@@ -50,16 +53,23 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
         )
     if settings["profile"]:
         trainer.add_callback(ProfileSteps(str(folder), settings["profile_steps"], trainer.sequence.rank))
+    completions = None
+    if settings["eval_generate"] is not None:
+        assert prepared.data.evaluation is not None, "the flag needs it"
+        completions = LogCompletions(trainer, prepared.data.evaluation.prompts, settings["max_length"])
+        trainer.add_callback(completions)
     if (patience := settings["early_stopping_patience"]) is not None:
         trainer.add_callback(EarlyStoppingCallback(patience, settings["early_stopping_threshold"]))
     disable_progress_bar()  # transformers' bar for every saved file
     if is_first:
-        show_summary([*run.summary(), *_sizes(prepared, model)], explain=settings["explain"])
+        generate = [Line("generate", str(completions))] if completions else []
+        show_summary([*run.summary(), *_sizes(prepared, model), *generate], explain=settings["explain"])
     exactness = Exactness.of_start(is_demo=run.flags.is_demo, resume_from=prepared.resume_from)
     if trainer.args.should_save:
         exactness.write(folder)
     memory: list[str] = []
-    with _marked(trainer), reported(run, trainer) as results:
+    resumed_at = None if prepared.resume_from is None else read_manifest(prepared.resume_from).step
+    with _marked(trainer), reported(run, trainer) as results, charts_go_on(trainer, resumed_at=resumed_at):
         trainer.train(resume_from_checkpoint=None if prepared.resume_from is None else str(prepared.resume_from))
         stopped_by = trainer.stop_on_signal.stopped_by
         if is_first and (read := trainer.stream_read) is not None:

@@ -168,7 +168,7 @@ RULES = (
             _no_evaluation(name),
             "needs evaluation data. Add --eval_strategy steps or epoch, or leave it out",
         )
-        for name in ("eval_on_start", "load_best_model_at_end", "early_stopping_patience")
+        for name in ("eval_on_start", "eval_generate", "load_best_model_at_end", "early_stopping_patience")
     ),
     Rule(
         "metric_for_best_model eval_strategy",

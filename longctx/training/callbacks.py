@@ -195,6 +195,11 @@ class StopOnSignal(TrainerCallback):
             self.stopped_by = signal.Signals(received)
             control.should_save = control.should_training_stop = True
 
+    @property
+    def received(self) -> int:
+        """The number of the signal that this rank has got; 0 for none."""
+        return self._received
+
     def restore_handlers(self) -> None:
         """Restore the signal handlers from before the training, which may have failed."""
         if not self._before:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from longctx.data import (
     load_records,
     mix,
     name_data,
+    order_of_part,
     record_place,
     stream_records,
     target_counts,
@@ -79,6 +81,8 @@ class TrainingData:
     """Share of each of --datasets in the documents."""
     evaluation: TrainingData | None = None
     """The rows of the evaluation split, in data set order; None without --eval_strategy."""
+    prompts: tuple[NDArray[np.int32], ...] = ()
+    """Of the evaluation split: the tokens of each prompt whose answer --eval_generate samples."""
 
     def describe_targets(self) -> str | None:
         """Return how many of the documents' tokens are trained on, or None if all are.
@@ -145,7 +149,8 @@ def _prepare(
             "evaluation, leave out --eval_strategy."
         ) from error
     _check_targets(evaluation, settings, "test")
-    return replace(training, evaluation=evaluation)
+    prompts = tuple(evaluation_prompts(settings, tokenizer, model_config))
+    return replace(training, evaluation=replace(evaluation, prompts=prompts))
 
 
 def _check_targets(part: TrainingData, settings: Mapping[str, Any], split: str) -> None:
@@ -301,6 +306,35 @@ def first_documents(
     return found, is_all
 
 
+def evaluation_prompts(
+    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
+) -> list[NDArray[np.int32]]:
+    """Return the tokens of the first --eval_generate prompts of the evaluation split, or all if there are fewer.
+
+    Raises:
+        DataError: for records that cannot be read, or have no prompts.
+    """
+    number = settings["eval_generate"]
+    if number is None:
+        return []
+    evaluation = _evaluation_settings(settings) | {"gives_prompts": True}
+    sources, prompts = _of_each(evaluation), dict[int, NDArray[np.int32]]()
+    try:
+        lengths, order = [number] * len(sources), np.arange(number * len(sources))  # of the first of each
+        if "part" in evaluation:
+            lengths = [len(load_records(**_where(one))) for one in sources]
+            order = order_of_part(lengths, Mixture.of_settings(settings), evaluation["part"])[1][:number]
+        for one, start, length in zip(sources, np.cumsum(lengths) - lengths, lengths, strict=True):
+            wanted = set(order[(order >= start) & (order < start + length)] - start)
+            stream = _document_stream(one, tokenizer, model_config)
+            documents = islice(stream.documents_from(0, wanted.__contains__), len(wanted))
+            prompts |= {start + document.number: document.columns["input_ids"] for document in documents}
+            stream.encoder.process.close()
+    except DataError as error:
+        raise DataError(f"--eval_generate {number}: {error}") from error
+    return [prompts[place] for place in order if place in prompts][:number]
+
+
 def _stream_of_split(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
 ) -> StreamedData:
@@ -343,6 +377,7 @@ def _encoding(settings: Mapping[str, Any], model_config: PretrainedConfig) -> di
         "gives_turns": settings["overlong"] == "turns",
         "vocab_size": model_config.get_text_config().vocab_size,
         "now": settings.get("began"),
+        **({"gives_prompts": True} if "gives_prompts" in settings else {}),
     }
 
 

@@ -81,6 +81,7 @@ FIXED = {
     "streaming": False,
     "eval_strategy": "no",
     "eval_on_start": False,
+    "eval_generate": None,
     "load_best_model_at_end": False,
     "early_stopping_patience": None,
     "resume_from_checkpoint": None,

@@ -20,6 +20,7 @@ STREAM = f"{TRAIN} --dataset_streaming True --max_steps 1"
 BREAKING = [
     *((f"{name} accelerate_config", f"{TRAIN} --{name} 1") for name in MACHINE_FLAGS),
     ("eval_on_start eval_strategy", f"{TRAIN} --eval_on_start True"),
+    ("eval_generate eval_strategy", f"{TRAIN} --eval_generate 2"),
     ("load_best_model_at_end eval_strategy", f"{TRAIN} --load_best_model_at_end True"),
     ("early_stopping_patience eval_strategy", f"{TRAIN} --early_stopping_patience 2"),
     ("metric_for_best_model eval_strategy", f"{TRAIN} --eval_strategy epoch --metric_for_best_model bleu"),

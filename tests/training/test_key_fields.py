@@ -137,8 +137,8 @@ MAY_CHANGE = {
         "num_train_epochs max_steps on_nonfinite early_stopping_patience early_stopping_threshold"
     ),
     "evaluation trains nothing": (
-        "eval_strategy eval_on_start eval_delay eval_packing eval_steps greater_is_better metric_for_best_model "
-        "per_device_eval_batch_size load_best_model_at_end"
+        "eval_strategy eval_on_start eval_delay eval_generate eval_packing eval_steps greater_is_better "
+        "metric_for_best_model per_device_eval_batch_size load_best_model_at_end"
     ),
     "logs, files and the hub": (
         "output_dir overwrite_output_dir "

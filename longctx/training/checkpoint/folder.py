@@ -47,6 +47,8 @@ RUN_FILE = "run.json"
 DEFAULT_NAME = "longctx-output"
 """Folder of a run that names none; the second one is longctx-output-2."""
 
+EVENTS_FOLDER = "runs"
+"""Folder of TensorBoard's events, where no variable names another."""
 MODEL_FILES = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
@@ -55,10 +57,10 @@ MODEL_FILES = (
 """Files of a saved model and its tokenizer."""
 _RUN_FILES = (
     *("checkpoint-*", "model.partial", "trainer_state.json", "training_args.bin", "run_report.html"),
-    *("nonfinite.jsonl", "profile", "hang", EXACTNESS_FILE, CARD_FILE),
+    *("nonfinite.jsonl", "completions.jsonl", EVENTS_FOLDER, "profile", "hang", EXACTNESS_FILE, CARD_FILE),
 )
 """What else a run writes."""
-_REPORTS = {EXACTNESS_FILE, CARD_FILE, "run_report.html", "hang"}
+_REPORTS = {EXACTNESS_FILE, CARD_FILE, "run_report.html", "completions.jsonl", EVENTS_FOLDER, "hang"}
 """If a folder holds nothing else but run.json, its run was refused, or ended before its first checkpoint."""
 
 
