@@ -65,7 +65,7 @@ def test_a_message_of_troubleshooting_is_one_of_the_code(quote):
 
 def test_a_message_that_the_code_does_not_have_is_seen():
     assert not any(is_said("--sp … does not suit the … processes", message) for message in messages())
-    assert len(QUOTES) == len(re.findall(r"^> ", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)) >= 25
+    assert len(QUOTES) == len(re.findall(r"^> ", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)) >= 10
 
 
 def test_every_backend_is_explained():
