@@ -216,7 +216,7 @@ def measure_ranks(ranks: int, step_length: int) -> list[str]:
             stream = tokenize_stream(stream_records(str(path)), tokenizer)
             before = os.times()
             tokens = sum(len(d.columns["input_ids"]) for d in stream.documents_from(0, lambda k: k % lanes == 0))
-            stream.encoder.close()
+            stream.encoder.process.close()
             return tokens, sum(os.times()[:4]) - sum(before[:4])
 
         (tokens, seconds), (_, of_lane) = read(1), read(ranks)
