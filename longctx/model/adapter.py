@@ -144,7 +144,8 @@ def _adapted(model: PreTrainedModel, settings: Mapping[str, Any]) -> Any:
     from peft import get_peft_model
 
     given = {field.name: settings[field.name] for field in fields(ModelConfig)}
-    return get_peft_model(model, get_peft_config(ModelConfig(**given)))
+    revision = None if settings["model_revision"] == "main" else settings["model_revision"]
+    return get_peft_model(model, get_peft_config(ModelConfig(**given)), revision=revision)
 
 
 def _check_values(settings: Mapping[str, Any]) -> None:

@@ -44,6 +44,8 @@ class TrainedModel:
     """peft's configuration of the adapter, if that alone was trained."""
     has_own_config: bool = False
     """Whether the adapter's base model has another configuration than was trained, which lies beside the adapter."""
+    has_own_keys: bool = False
+    """Whether that differs in more than its RoPE."""
     is_part: bool = False
     """Whether this is the text part of the multimodal model `base`."""
     is_exported: bool = False
@@ -58,11 +60,10 @@ class TrainedModel:
     def needs_export(self) -> bool:
         """Whether vLLM serves the exported model alone: it takes LoRA of linear layers (vllm/lora/peft_helper.py)."""
         adapter = self.adapter
-        is_plain = adapter is None or (
-            adapter.peft_type == "LORA"
-            and not (adapter.use_dora or adapter.modules_to_save or adapter.target_parameters or adapter.bias != "none")
-        )
-        return self.is_part or self._needs_merging or not is_plain
+        if adapter is None or self.is_part or self._needs_merging:
+            return self.is_part or self._needs_merging
+        is_plain = adapter.peft_type == "LORA" and not (adapter.use_dora or adapter.bias != "none")
+        return not is_plain or bool(adapter.modules_to_save or adapter.target_parameters or self.has_own_keys)
 
     @property
     def exported(self) -> str:
@@ -84,6 +85,7 @@ class TrainedModel:
         if not self.has_own_config:
             name = "AutoPeftModelForCausalLM"
             return f"from peft import {name}; model = {name}.from_pretrained({folder})"
+        base += f", revision={json.dumps(self.adapter.revision)}" if self.adapter.revision else ""
         return (
             "from peft import PeftModel; from transformers import AutoConfig, AutoModelForCausalLM; model = "
             f"PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base}, "
@@ -107,6 +109,7 @@ class TrainedModel:
             return f"vllm serve {shlex.quote(self.exported if self.needs_export else self.folder)}{length}"
         command = f"vllm serve {shlex.quote(str(self.base))} --enable-lora"
         command += f" --lora-modules {shlex.quote(f'{Path(self.folder).resolve().name}={self.folder}')}"
+        command += f" --revision {shlex.quote(self.adapter.revision)}" if self.adapter.revision else ""
         rank = max([self.adapter.r, *self.adapter.rank_pattern.values()])
         if rank > 16:
             command += f" --max-lora-rank {next((allowed for allowed in _LORA_RANKS if allowed >= rank), rank)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from longctx import dpo, train
 from longctx.__main__ import main as command
+from longctx.model.adapter import add_adapter
 from longctx.model.card import TrainedModel
 from longctx.model.load import load_config
 from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
+from longctx.settings.read import parse_flags
 from tests.model.test_multimodal import save_whole
 from tests.training.test_dpo import make_pairs
 from tests.training.test_training import make_documents, write_jsonl
@@ -179,6 +182,7 @@ def test_commands_of_adapters_that_vllm_does_not_take():
         "rank": {"r": 24, "rank_pattern": {"v_proj": 300}},
         "DoRA": {"use_dora": True},
         "saved": {"modules_to_save": ["lm_head"]},
+        "revision": {"revision": "v1"},
         "experts": {"target_parameters": ["mlp.experts.gate_up_proj"]},
     }.items():
         model = TrainedModel(folder="runs/a b", base="me/base", config=tiny_config(), adapter=adapter(**values))
@@ -187,7 +191,20 @@ def test_commands_of_adapters_that_vllm_does_not_take():
         assert model.export().startswith("longctx export 'runs/a b' --output_dir 'a b-merged'  # merges")
     plain = "me/base --enable-lora --lora-modules 'a b=runs/a b'"
     merged = dict.fromkeys(("DoRA", "saved", "experts"), "'a b-merged'")
-    assert served == {"plain": plain, "rank": f"{plain} --max-lora-rank 320", **merged}
+    scaled = {"rank": f"{plain} --max-lora-rank 320", "revision": f"{plain} --revision v1"}
+    assert served == {"plain": plain, **scaled, **merged}
+    config = {"config": tiny_config(), "adapter": adapter(revision="v1"), "has_own_config": True}
+    model = TrainedModel(folder="out", base="me/base", **config)
+    assert 'from_pretrained("me/base", revision="v1", config=' in model.load()
+    assert "--hf-overrides" in model.serve()
+    assert replace(model, has_own_keys=True).serve() == "vllm serve out-merged"  # whose config.json has all keys
+
+
+def test_an_adapter_names_the_revision_of_its_base():
+    pytest.importorskip("peft")
+    for given, expected in (("main", None), ("v1", "v1")):
+        settings = parse_flags(["--use_peft", "True", "--model_revision", given])
+        assert add_adapter(tiny_model(), settings).peft_config["default"].revision == expected
 
 
 def test_a_text_part_is_exported_to_be_served(tmp_path):

@@ -74,6 +74,7 @@ class PushingMixin(Trainer):
             config=self.base_config or model.config,
             adapter=model.active_peft_config if hasattr(model, "peft_config") else None,
             has_own_config=self.base_config is not None,
+            has_own_keys=bool(getattr(self.args, "model_init_kwargs", None)),
             is_part=is_part,
         )
 
@@ -85,6 +86,8 @@ class PushingMixin(Trainer):
         *,
         model: TrainedModel | None = None,
         also: Mapping[str, Any] | None = None,
+        license: str | None = None,
+        **kwargs: Any,
     ) -> None:
         """Write README.md in output_dir on rank 0: how to use the model, and what this run knows of its training.
 
@@ -92,6 +95,7 @@ class PushingMixin(Trainer):
 
         Args:
             model_name, dataset_name, tags: as in TRL.
+            license, kwargs: as the Trainer's `push_to_hub` passes them on; of those, only the license is used.
             model: what `trained_model` returns, if more is known of it.
             also: further rows of the table of the training.
         """
@@ -130,7 +134,7 @@ class PushingMixin(Trainer):
                 section,
                 tags=["generated_from_trainer", *sorted({*self._tag_names, *more})],
                 data_set=dataset_name if is_on_hub(dataset_name) else None,
-                license=None if earlier is None else earlier.data.get("license"),
+                license=license or (None if earlier is None else earlier.data.get("license")),
             )
             with written_whole(path) as unfinished:
                 unfinished.write_text(card, encoding="utf-8")
