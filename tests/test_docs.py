@@ -298,7 +298,7 @@ def test_the_plan_of_a_page_is_what_its_command_prints(folder, capsys):
     page = (ROOT / "docs/howto/length.md").read_text(encoding="utf-8")
     [(command, said)] = re.findall(r"```bash\n(longctx plan .*?)\n```\n\n```text\n(.*?)\n```", page, re.DOTALL)
     assert plan([*shlex.split(command)[2:], "--no_learned"]) == 0
-    assert capsys.readouterr().out.startswith(f"{said}\n\nLongest sequence that fits")
+    assert f"\n\n{said}\n\nLongest sequence that fits" in capsys.readouterr().out
 
 
 def test_nothing_tells_people_to_install_the_other_longctx():
