@@ -36,12 +36,12 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     names = zipfile.ZipFile(built[1]).namelist()
     assert {name.partition("/")[0] for name in names} == {"longctx", f"longctx_train-{longctx.__version__}.dist-info"}
     for top, link in (("longctx", "longctx"), ("benchmarks", "longctx/benchmarks"), ("configs", "longctx/configs")):
-        suffixes = {"longctx": ".py", "benchmarks": ".py", "configs": ".yaml"}
-        sources = {p.relative_to(ROOT / top).as_posix() for p in (ROOT / top).rglob(f"*{suffixes[top]}")}
+        kinds = {"longctx": "*.*", "benchmarks": "*.py", "configs": "*.yaml"}
+        found = [path for path in (ROOT / top).rglob(kinds[top]) if path.is_file() and path.suffix != ".pyc"]
+        sources = {path.relative_to(ROOT / top).as_posix() for path in found}
         packed = {name.removeprefix(f"{link}/") for name in names if name.startswith(f"{link}/")}
         assert sources - packed == set()
-    data = {"py.typed", "attention/speeds.toml", "benchmarks/data/document_lengths.csv"}
-    assert {f"longctx/{name}" for name in data} <= set(names)
+    assert "longctx/benchmarks/data/document_lengths.csv" in names
     assert not [name for name in names if "/results/" in name or name.endswith(".pyc")]
     assert f"longctx_train-{longctx.__version__}.dist-info/licenses/LICENSE" in names
 
@@ -50,7 +50,7 @@ def test_the_sdist_holds_what_the_wheel_is_made_of(built):
     with tarfile.open(built[0]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert {"LICENSE", "README.md", "pyproject.toml", "longctx/train.py", "longctx/configs/zero3.yaml"} <= names
-    assert "longctx/attention/speeds.toml" in names
+    assert "longctx/machine/speeds.toml" in names
     assert not [name for name in names if name.startswith("tests/")]
 
 
