@@ -162,7 +162,7 @@ def rows_to_evaluate(rows: PackedDataset | Dataset | None) -> PackedDataset | Da
         ValueError: without rows, or for rows without `input_ids`.
     """
     if rows is None:
-        raise ValueError("there is no evaluation data: pass rows, or eval_rows to the trainer (--eval_strategy)")
+        raise ValueError("there is no evaluation data: pass rows, or eval_dataset to the trainer (--eval_strategy)")
     columns = getattr(rows, "column_names", None)
     if not isinstance(columns, list) or "input_ids" not in columns:
         raise ValueError(
