@@ -227,7 +227,7 @@ def test_the_training_log_is_that_of_one_process(model, tmp_path):
     for name, (processes, sp, backend, batch, accumulation) in STEP_LAYOUTS.items():
         flags = [*COMMON, "--max_steps", "-1", "--num_train_epochs", str(EPOCHS), "--learning_rate", "0"]
         flags += ["--train_sampling_strategy", "sequential", "--packing", "False", "--dataset_name", data]
-        flags += ["--model_name_or_path", model, "--output_dir", str(tmp_path / "out"), "--sp", str(sp)]
+        flags += ["--model_name_or_path", model, "--output_dir", str(tmp_path / name), "--sp", str(sp)]
         flags += ["--sp_backend", backend, "--per_device_train_batch_size", str(batch)]
         flags += ["--gradient_accumulation_steps", str(accumulation)]
         groups.setdefault((processes, backend), {})[name] = flags
