@@ -222,7 +222,7 @@ def prompts_of(flags, method=SFT):
 
 
 @pytest.mark.parametrize("kind", RECORDS)
-def test_prompts_are_what_the_model_is_asked_with(kind, tmp_path):
+def test_prompts_are_what_the_model_is_asked_with(kind, tmp_path, caplog):
     record, asked = RECORDS[kind]
     tokenizer = tiny_tokenizer()
     if isinstance(asked, str):
@@ -232,6 +232,7 @@ def test_prompts_are_what_the_model_is_asked_with(kind, tmp_path):
         asked = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
     flags = [*write(tmp_path / "data", [record] * 3), "--eval_generate", "2"]
     assert prompts_of(flags, DPO if "pairs" in kind else SFT) == [asked] * 2
+    assert not caplog.records, "what is said of the documents is not said again"
     if kind == "chat":
         assert prompts_of([*flags, "--dataset_streaming", "True", "--max_steps", "1"]) == [asked] * 2
 
