@@ -114,6 +114,7 @@ class ChatEncoder(Encoder):
                 )
         chat, text = self._write([message for part in chats for message in part], index, options)
         if self.gives_prompts:
+            self.notes.clear()  # they are of the documents
             prompt = self._prompt(chat[: len(chats[0]) if len(chats) > 1 else _last_answer(chat)], index, options)
             return prompt, prompt
         obeyed = self._masks_of_markers(options["chat_template"])

@@ -183,7 +183,8 @@ def choose_encoder(
     if isinstance(encoder, ChatEncoder):
         encoder.structs = [column for column in columns if not isinstance(dataset.features[column], Json | Value)]
         encoder.tell_time(now or datetime.now())
-        encoder.warn_if_nothing_ends_a_turn()
+        if not gives_prompts:
+            encoder.warn_if_nothing_ends_a_turn()
     return dataset, encoder
 
 

@@ -258,7 +258,7 @@ _ROWS = (
              "Steps between evaluations with --eval_strategy steps; below 1, a share of all steps.", least=0,
              needs=("eval_strategy", "steps")),
         Flag("eval_on_start", BOOL, False, "Evaluate once before the first step."),
-        Flag("eval_generate", INT, None, "Answer so many evaluation prompts at each evaluation, a pass for each token.",
+        Flag("eval_generate", INT, None, "Number of evaluation prompts to answer at each evaluation (slow: no cache).",
              own=True, least=1, reason="it is a number of prompts"),
         Flag("load_best_model_at_end", BOOL, False,
              "Load the checkpoint with the best --metric_for_best_model at the end."),

@@ -85,7 +85,7 @@ STEPS = {
     "ulysses, one head at a time": ("ulysses", {"heads_k_stride": 1}, WIDTH // SP),
     "ulysses, exchange beside attention": ("ulysses", {"overlap_exchange": True}, WIDTH // SP),
     "hybrid": ("hybrid", {"ring_size": 2}, 0),
-    "ulysses in chunks": ("ulysses", {"sequence_chunk_size": 4096}, WIDTH // SP),
+    "ulysses in chunks": ("ulysses", {"sequence_chunk_size": 8192}, WIDTH // SP),
 }
 """(backend, memory options, numbers a token of the row that attention may hold): Ulysses has a few heads of all tokens
 in the place of all heads of a few."""

@@ -234,7 +234,7 @@ KEPT = {
     },
     "whole 5, offloaded 2, tiles": {
         "whole_layers": 5,
-        "tiled_mlp_num_shards": 0,
+        "tiled_mlp_num_shards": 2,
         "activation_offloading": True,
         "offloaded_layers": 2,
     },

@@ -32,7 +32,7 @@ from tests.training.test_training import log_of
 from tests.workers import one_by_one, run_ranks
 
 MAX_LENGTH = 96
-PROMPT_LENGTHS = [85, 80, 75, 5, 95, 90]
+PROMPT_LENGTHS = [85, 80, 75, 60, 95, 90]
 """The room of an answer is 96 tokens less these."""
 TOO_LONG = 120
 FLAGS = ["--max_length", str(MAX_LENGTH), "--overlong", "truncate", "--max_steps", "2", "--learning_rate", "5e-3"]
@@ -149,7 +149,8 @@ def test_answers_are_those_of_one_process(processes, model, data, tmp_path):
     for name in names:
         common = [*FLAGS, *LAYOUTS[name][1], "--model_name_or_path", model, "--dataset_name", str(data), "--output_dir"]
         cases[name] = [*common, str(tmp_path / name), *GENERATES], LAYOUTS[name][2]
-        cases[WITHOUT + name] = [*common, str(tmp_path / f"{WITHOUT}{name}")], LAYOUTS[name][2]
+        if name not in ("1 process", "dp 2, an adapter"):  # which would show no more
+            cases[WITHOUT + name] = [*common, str(tmp_path / f"{WITHOUT}{name}")], LAYOUTS[name][2]
     logs = run_ranks(LAYOUTS[names[0]][0], f"{__name__}:train_all", cases, timeout=600)[0]
     prompts = prompts_in(data)
     start = generated(AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager"), prompts)
@@ -158,6 +159,8 @@ def test_answers_are_those_of_one_process(processes, model, data, tmp_path):
         end = generated(saved_model(tmp_path / name, model), prompts)
         assert end != start, "the model has learnt"
         check_answers(tmp_path / name, prompts, start, end)
+        if WITHOUT + name not in cases:
+            continue
         assert steps_of(logs[name]) == steps_of(logs[WITHOUT + name])
         weights = [next((tmp_path / run).glob("*model.safetensors")).read_bytes() for run in (name, WITHOUT + name)]
         assert weights[0] == weights[1], name
@@ -219,7 +222,7 @@ def prompts_of(flags, method=SFT):
 
 
 @pytest.mark.parametrize("kind", RECORDS)
-def test_prompts_are_what_the_model_is_asked_with(kind, tmp_path):
+def test_prompts_are_what_the_model_is_asked_with(kind, tmp_path, caplog):
     record, asked = RECORDS[kind]
     tokenizer = tiny_tokenizer()
     if isinstance(asked, str):
@@ -229,6 +232,7 @@ def test_prompts_are_what_the_model_is_asked_with(kind, tmp_path):
         asked = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
     flags = [*write(tmp_path / "data", [record] * 3), "--eval_generate", "2"]
     assert prompts_of(flags, DPO if "pairs" in kind else SFT) == [asked] * 2
+    assert not caplog.records, "what is said of the documents is not said again"
     if kind == "chat":
         assert prompts_of([*flags, "--dataset_streaming", "True", "--max_steps", "1"]) == [asked] * 2
 
