@@ -1,4 +1,4 @@
-"""`longctx.parallelize`: sequence parallelism for any training loop. The trainer itself uses nothing else."""
+"""`longctx.parallelize`: sequence parallelism for any training loop, and for the trainer."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class SequenceParallel:
         return self.routers.add_loss(loss) if self.routers is not None and self.routers.coefficient else loss
 
     def label_loss(self, losses: Tensor, num_label_tokens: int) -> Tensor:
-        """Return what `reduce` does, without the routers' auxiliary loss."""
+        """Return this rank's share of the step's loss from per-token losses [1, T/P], without the auxiliary loss."""
         return step_loss(losses, num_label_tokens, self.dims.world_size)
 
     def count_experts(self, model: nn.Module, batches: Sequence[Mapping[str, Any] | Shard]) -> None:

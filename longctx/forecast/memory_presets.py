@@ -140,7 +140,7 @@ def _possible(memory: str, asked: Mapping[str, Any], shape: RunShape, local_toke
     """
     preset = dict(PRESETS[memory])
     if memory != "longest":
-        return {name: value for name, value in preset.items() if name not in asked and not _needs(asked)}
+        return {name: value for name, value in preset.items() if name not in asked and not _needs_checkpointing(asked)}
     never_whole = ("activation_offloading", "tiled_mlp", "heads_k_stride")
     chunks = shape.can_chunk and not _whole_layers(asked)
     left_out = {*never_whole} if chunks or "sequence_chunk_size" in asked else {"sequence_chunk_size"}
@@ -172,7 +172,7 @@ def _by_layer(asked: Mapping[str, Any]) -> bool:
     return bool(asked.get("whole_layers")) or "offloaded_layers" in asked or type(asked.get("selective")) is int
 
 
-def _needs(asked: Mapping[str, Any]) -> bool:
+def _needs_checkpointing(asked: Mapping[str, Any]) -> bool:
     """Whether a memory option is asked for that needs activation checkpointing."""
     return asked.get("sequence_chunk_size") is not None or asked.get("every_n_layers", 1) > 1 or _by_layer(asked)
 
@@ -227,6 +227,7 @@ def check_support(asked: Mapping[str, Any], shape: RunShape) -> None:
 
 
 def check_combinations(memory_options: MemoryOptions, shape: RunShape) -> None:
+    """Raise ValueError for memory options that contradict each other, or that the run does not support together."""
     chunk = memory_options.sequence_chunk_size
     if chunk is not None and not memory_options.activation_checkpointing:
         raise ValueError(

@@ -260,7 +260,7 @@ def _tile_by_tile(
 
 
 def _zeros_beside(hidden: Tensor, head: _Head, device: torch.device) -> Tensor:
-    """For its gradient. In host memory every row is written, so that none needs a zero."""
+    """Return zeros for the gradient of `hidden`; in host memory, where every row is written, it is uninitialised."""
     if head.hidden_on_host:
         return host_empty(*hidden.shape, dtype=hidden.dtype, device=device)
     return torch.zeros_like(hidden, memory_format=torch.contiguous_format)

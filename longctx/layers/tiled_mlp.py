@@ -61,9 +61,9 @@ def install_tiled_mlp(model: PreTrainedModel, num_shards: int) -> None:
 
 
 def find_mlps(model: nn.Module) -> Iterator[nn.Module]:
-    """What decoder layers call with hidden states alone, as no mixer is, and what has parts of its own, as no norm.
+    """Yield the MLPs of the decoder layers: the parts that take hidden states alone and have modules of their own.
 
-    Gemma 4's routers are both, too, and are not MLPs.
+    Mixers take more than hidden states, and norms have no modules. Gemma 4's routers are left out by their name.
     """
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):

@@ -18,7 +18,7 @@ NORMS, ROPE, SWIGLU, GEGLU = "rms_norm", "rope", "swiglu", "geglu"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelType:
-    """What of a decoder is compared with stock transformers, besides its layers with each document alone."""
+    """A supported decoder: what it has besides full attention, each compared with stock transformers."""
 
     windows: bool = False
     """Sliding windows, in all layers or in some."""

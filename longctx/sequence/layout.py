@@ -196,7 +196,7 @@ class Layout:
 
     @property
     def segments(self) -> Layout | None:
-        """The layout itself if any of its documents branches, else None."""
+        """This layout, for attention that has to know branches; None if no document branches."""
         return self if self.is_branch.any() else None
 
     @property
@@ -206,12 +206,12 @@ class Layout:
 
     @property
     def document_of_token(self) -> NDArray[np.int64]:
-        """int64 [T]: the number of each token's answer: branches count as documents, trunks as their first branch."""
+        """int64 [T]: the number of each token's answer, as in `answers`."""
         return np.repeat(self.answers, np.diff(self.bounds))
 
     @property
     def is_padding(self) -> NDArray[np.bool_]:
-        """bool [answers]: those that are padding. None is if the batch does not say what is padding."""
+        """bool [answers]: those that are padding; all False if the batch does not say what is padding."""
         return (self.kind == PADDING)[self.kind != TRUNK]
 
     @property

@@ -136,7 +136,7 @@ class Flag:
     idle: str = ""
     """Why it never has an effect. It is then not passed on."""
     resume: str = "free"
-    """same: a resumed run must not change it; free: it may, or the data's and the model's digests know it."""
+    """same: a resumed run must not change it; free: it may, unless the digests of data or model show the change."""
     node: bool = False
     """Whether nodes may differ in it."""
     secret: bool = False

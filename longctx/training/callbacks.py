@@ -158,6 +158,11 @@ RESUMABLE = 75
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
+TWICE_SECONDS = 0.5
+"""A SIGINT that comes again sooner is the same one: a terminal sends it to the whole group of processes, a launcher
+passes it on, and a loader's worker that is just being forked hands its own to this process."""
+
+
 class StopOnSignal(TrainerCallback):
     """Saves and stops after the step in which any rank gets one of SIGNALS. All ranks agree on the step.
 
@@ -215,15 +220,15 @@ class StopOnSignal(TrainerCallback):
 
     def _answer(self, reader: int) -> None:
         """Print at the first of SIGNALS what happens now, and end at a second SIGINT."""
-        has_come: set[int] = set()
+        came: dict[int, float] = {}
         with open(reader, "rb", buffering=0) as signals:
             while byte := signals.read(1):
-                number = byte[0]
-                if number == signal.SIGINT and number in has_come:
+                number, now = byte[0], time.monotonic()
+                if number == signal.SIGINT and now - came.get(number, now) > TWICE_SECONDS:
                     os._exit(INTERRUPTED)
-                if number in SIGNALS and not has_come and self.prints:
+                if number in SIGNALS and not came and self.prints:
                     say(self._describe_end(signal.Signals(number)))
-                has_come.add(number)
+                came.setdefault(number, now)
 
     def _describe_end(self, received: signal.Signals) -> str:
         left = max(self._step_seconds - (time.monotonic() - self._since), 0)

@@ -317,7 +317,7 @@ class StreamLoader(DataLoader):
         return list(islice(self._shards, self.dataset.accumulation_steps))
 
     def counts(self, shards: Sequence[Shard]) -> tuple[int, ...]:
-        """Return what a rank tells the others of a step of its own, or of none: its counts since the pass began."""
+        """Return this rank's counts since the pass began, which it tells the others; zeros if it has no micro-batch."""
         return (
             tuple(add_counts(shard.stream_read.counts for shard in shards).values())
             if shards

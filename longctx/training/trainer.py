@@ -239,7 +239,10 @@ class SequenceMixin(EvaluatingMixin):
         return super()._clip_grad_norm(self._weights)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
-        """Return the norm, the same on all ranks, after handling a NaN or infinite one before the weights change."""
+        """Return the norm, the same on all ranks, after handling a NaN or infinite one before the weights change.
+
+        DeepSpeed has changed them by now, and its own check comes before: see `_prepare_for_training`.
+        """
         norm = float(super()._get_grad_norm(model, grad_norm))  # the one wait of the host for the device in a step
         if not math.isfinite(norm):
             meet_nonfinite(self, model, norm)

@@ -186,7 +186,10 @@ def _check_reference_fits(trainer: SequenceTrainer, batches: Batches) -> None:
 
 
 def gradient_errors(actual: Gradients, expected: Gradients, expected_norm: float) -> dict[str, float]:
-    """Each parameter's, relative to its own norm, or to a negligible part of the whole where that is smaller."""
+    """Return the error of each parameter's gradient, relative to the norm of the expected one.
+
+    A norm below NEGLIGIBLE of the whole gradient's is replaced by that part of it.
+    """
     return {
         name: float((actual[name] - gradient).double().norm())
         / max(float(gradient.double().norm()), NEGLIGIBLE * expected_norm)

@@ -102,6 +102,23 @@ def test_a_second_ctrl_c_ends_a_step_at_once(capfd) -> None:
     assert capfd.readouterr().out.count("SIGINT: the run finishes step 1 and saves a checkpoint.") == 1
 
 
+def test_a_signal_that_comes_twice_at_once_counts_once(capfd) -> None:
+    """As where a terminal sends it to all processes, and a launcher passes it on."""
+    process = os.fork()
+    if process == 0:
+        try:
+            StopOnSignal(prints=True).on_train_begin(None, TrainerState(), TrainerControl())
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+            os._exit(7)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(process, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert capfd.readouterr().out.count("SIGINT: the run finishes step 1 and saves a checkpoint.") == 1
+
+
 def test_handlers_are_those_from_before_once_training_has_ended() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     stop = StopOnSignal(prints=False)

@@ -35,14 +35,14 @@ class VarlenKernel(Kernel):
         )
 
     def forward(self, q, k, v, entries, scale):
-        out, lse = self._forward(_rows_first(q), _rows_first(k), _rows_first(v), entries.varlen(q.device), scale)
-        return _heads_first(out), lse[None]
+        out, lse = self._forward(tokens_first(q), tokens_first(k), tokens_first(v), entries.varlen(q.device), scale)
+        return heads_first(out), lse[None]
 
     def backward(self, grad_out, q, k, v, out, lse, entries, scale):
         varlen, lse = entries.varlen(q.device), lse[0].contiguous()
-        grad_out, q, k, v, out = (_rows_first(x) for x in (grad_out, q, k, v, out))
+        grad_out, q, k, v, out = (tokens_first(x) for x in (grad_out, q, k, v, out))
         dq, dk, dv = self._backward(grad_out, q, k, v, out, lse, varlen, scale)
-        return _heads_first(dq), _heads_first(dk), _heads_first(dv)
+        return heads_first(dq), heads_first(dk), heads_first(dv)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scale: float) -> tuple[Tensor, Tensor]:
         """Return out [N, H, D] and lse [H, N]."""
@@ -76,8 +76,8 @@ class AtenFlashKernel(VarlenKernel):
 
     def operator(self, entries: Entries) -> Operator:
         def run(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            rows = _rows_first(q), _rows_first(k), _rows_first(v)
-            return _heads_first(count_backward(self._forward(*rows, entries.varlen(q.device), scale)[0]))
+            rows = tokens_first(q), tokens_first(k), tokens_first(v)
+            return heads_first(count_backward(self._forward(*rows, entries.varlen(q.device), scale)[0]))
 
         return run
 
@@ -89,11 +89,11 @@ def _window(varlen: Varlen) -> dict[str, int]:
     return {"window_size_left": varlen.window_size_left, "window_size_right": varlen.window_size_right}
 
 
-def _rows_first(x: Tensor) -> Tensor:
-    """[1, H, N, D] -> [N, H, D]"""
+def tokens_first(x: Tensor) -> Tensor:
+    """[1, H, N, D] -> [N, H, D], a view."""
     return x[0].transpose(0, 1)
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    """[N, H, D] -> [1, H, N, D]"""
+def heads_first(x: Tensor) -> Tensor:
+    """[N, H, D] -> [1, H, N, D], a view."""
     return x.transpose(0, 1)[None]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention.kernels import Entries, add, block_backward, block_forward, merge
+from longctx.attention.kernels.varlen import heads_first, tokens_first
 from longctx.attention.operator import Schedule, binding_window, sinks_gradient, with_sinks
 from longctx.layers.chunked.copies import Copies
 from longctx.sequence.batch import PLAIN, AttentionKind
@@ -112,7 +113,7 @@ class HostAttention:
         steps = [(group, block) for group in range(len(q)) for block in self.blocks]
         keys = self._keys(kv, steps)
         for (group, block), (rows,) in self.copies.arriving(steps, lambda step: [q[step[0], step[1].queries]]):
-            queries = _heads_first(rows)
+            queries = heads_first(rows)
             for i, (_, entries) in enumerate(block.parts):
                 part = block_forward(queries, *next(keys), entries, self.scale)
                 if i == 0:
@@ -122,7 +123,7 @@ class HostAttention:
             if sinks is not None:
                 out, lse = with_sinks(out, lse, sinks.view(len(q), -1)[group])
             self.copies.leave(
-                (all_out[group, block.queries], _tokens_first(out)), (all_lse[group, block.queries], lse[0].T)
+                (all_out[group, block.queries], tokens_first(out)), (all_lse[group, block.queries], lse[0].T)
             )
         return all_out, all_lse
 
@@ -141,7 +142,7 @@ class HostAttention:
         for (group, block), arrived in self.copies.arriving(
             steps, lambda step: [x[step[0], step[1].queries] for x in (q, grad_out, out, lse)]
         ):
-            queries, grad, block_out = map(_heads_first, arrived[:3])
+            queries, grad, block_out = map(heads_first, arrived[:3])
             block_lse = arrived[3].T[None].contiguous()
             if block is self.blocks[-1]:
                 shape = 1, kv.shape[2] // 2, kv.shape[1], kv.shape[3]
@@ -156,7 +157,7 @@ class HostAttention:
                 grad_sinks[group] += sinks_gradient(grad, block_out, block_lse, sinks.view(len(q), -1)[group])
             done = torch.cat([total[:, :, block.queries] for total in grad_kv], dim=1)
             self.copies.leave(
-                (q[group, block.queries], _tokens_first(grad_queries)), (kv[group, block.queries], _tokens_first(done))
+                (q[group, block.queries], tokens_first(grad_queries)), (kv[group, block.queries], tokens_first(done))
             )
         return None if grad_sinks is None else grad_sinks.flatten()
 
@@ -181,10 +182,10 @@ class ScheduledAttention:
     ) -> tuple[Tensor, Tensor]:
         all_out, all_lse = _results(q, self.copies.device, on_device=on_device)
         for group, (queries, keys) in self.copies.arriving(range(len(q)), lambda group: [q[group], kv[group]]):
-            out, lse = self.schedule.forward(_heads_first(queries), *_split(keys), self.scale)
+            out, lse = self.schedule.forward(heads_first(queries), *_split(keys), self.scale)
             if sinks is not None:
                 out, lse = with_sinks(out, lse, sinks.view(len(q), -1)[group])
-            self.copies.leave((all_out[group], _tokens_first(out)), (all_lse[group], lse[0].T))
+            self.copies.leave((all_out[group], tokens_first(out)), (all_lse[group], lse[0].T))
         return all_out, all_lse
 
     def backward(
@@ -193,12 +194,12 @@ class ScheduledAttention:
         grad_sinks = []
 
         def of_group(group: int, *arrived: Tensor) -> None:
-            grad, queries, group_out = map(_heads_first, arrived[:3])
+            grad, queries, group_out = map(heads_first, arrived[:3])
             group_lse = arrived[3].T[None].contiguous()
             grads = self.schedule.backward(grad, queries, *_split(arrived[4]), group_out, group_lse, self.scale)
             if sinks is not None:
                 grad_sinks.append(sinks_gradient(grad, group_out, group_lse, sinks.view(len(q), -1)[group]))
-            grad_q, *grad_kv = map(_tokens_first, grads)
+            grad_q, *grad_kv = map(tokens_first, grads)
             self.copies.leave((q[group], grad_q), (kv[group], torch.cat(grad_kv, dim=1)))
 
         self.copies.each(range(len(q)), lambda group: [x[group] for x in (grad_out, q, out, lse, kv)], of_group)
@@ -219,14 +220,4 @@ def _results(q: Tensor, device: torch.device, *, on_device: bool) -> tuple[Tenso
 def _split(rows: Tensor) -> tuple[Tensor, Tensor]:
     """[N, 2·m, D] -> k and v [1, m, N, D], views."""
     k, v = rows.chunk(2, dim=1)
-    return _heads_first(k), _heads_first(v)
-
-
-def _heads_first(x: Tensor) -> Tensor:
-    """[N, H, D] -> [1, H, N, D], a view."""
-    return x.transpose(0, 1)[None]
-
-
-def _tokens_first(x: Tensor) -> Tensor:
-    """[1, H, N, D] -> [N, H, D], a view."""
-    return x[0].transpose(0, 1)
+    return heads_first(k), heads_first(v)

@@ -198,7 +198,10 @@ class SavingMixin(PushingMixin):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _begin(self, folder: Path, unfinished: Path) -> Callable[[], None]:
-        """Write what needs all ranks at once, or copy it to host memory with --save_async, and return the rest."""
+        """Write what needs all ranks at once, and return a function that writes the rest and commits the checkpoint.
+
+        With --save_async, nothing is written yet: what the function needs is copied to host memory.
+        """
         args = self.args
         in_model = not args.save_only_model and self._is_in_model_files
         later: list[Callable[[], None]] = []

@@ -1,4 +1,4 @@
-"""Checkpoints that any layout can resume, in place of the engines' own."""
+"""Resuming from a checkpoint in any layout, in place of the engines' own way. saving.py writes checkpoints."""
 
 from __future__ import annotations
 
