@@ -196,7 +196,7 @@ def shown_on(text: str) -> set[str]:
 
 _HEAD = """# Support matrix
 
-Will your setup train as one device would? Find your engine and backend in a column, and what you use in the rows.
+This table says whether a setup trains as one device would. Engines and backends are its columns, and features its rows.
 
 - **exact**: yes. Training was compared with stock transformers on one process: losses and gradient norms agree to 1e-5
   in the first step, and losses to 1e-4 after five or six.

@@ -115,7 +115,7 @@ class ChatEncoder(Encoder):
         chat, text = self._write([message for part in chats for message in part], index, options)
         if self.gives_prompts:
             self.notes.clear()  # they are of the documents
-            prompt = self._prompt(chat[: len(chats[0]) if len(chats) > 1 else _last_answer(chat)], index, options)
+            prompt = self._prompt(chat[: len(chats[0]) if len(chats) > 1 else _last_assistant(chat)], index, options)
             return prompt, prompt
         obeyed = self._masks_of_markers(options["chat_template"])
         not_learnt = [place for place, message in enumerate(chat) if not is_learnt(message, where, obeyed)]
@@ -362,7 +362,7 @@ class ChatEncoder(Encoder):
             )
 
 
-def _last_answer(chat: list[dict[str, Any]]) -> int:
+def _last_assistant(chat: list[dict[str, Any]]) -> int:
     """Return the place of the assistant's last message; the end if there is none."""
     return max((place for place, message in enumerate(chat) if message["role"] == "assistant"), default=len(chat))
 

@@ -75,8 +75,8 @@ class Encoder:
 
     @cached_property
     def process(self) -> Confined[..., Encoded]:
-        """What calls `_encode_values`. A fork keeps a copy of every page that this process writes to later, so it is
-        best started before weights are read."""
+        """The process that encodes. It is best started before weights are read: a fork keeps a copy of every page that
+        this process writes to later."""
         return Confined(self._encode_values)
 
     def options(self) -> dict[str, Any]:
@@ -305,7 +305,7 @@ class PretokenizedEncoder(Encoder):
             masks = [values[column] != 0 for column in self.labels_from if column != "labels"]
             labels.append(values.get("labels", np.where(np.all(masks, axis=0), ids, IGNORE_INDEX)))
         if self.gives_prompts:
-            input_ids = [ids[: _last_answer(of)] for ids, of in zip(input_ids, labels, strict=True)]
+            input_ids = [ids[: _start_of_last_labels(of)] for ids, of in zip(input_ids, labels, strict=True)]
         return Encoded(input_ids, labels, Counter(), [])
 
     def _rows(self, column: pa.ChunkedArray, name: str, indices: Sequence[int]) -> list[np.ndarray]:
@@ -322,7 +322,7 @@ class PretokenizedEncoder(Encoder):
         return np.split(values.astype(np.int64), ends[:-1])
 
 
-def _last_answer(labels: np.ndarray) -> int:
+def _start_of_last_labels(labels: np.ndarray) -> int:
     """Return where the last tokens with labels begin, one after another; the end if none has one."""
     begins = np.flatnonzero(np.diff(labels != IGNORE_INDEX, prepend=False))[::2]
     return int(begins[-1]) if len(begins) else len(labels)

@@ -1,4 +1,4 @@
-"""How a trained model is loaded, exported and served, and README.md of its folder, which also says how it was made."""
+"""The model card, README.md in a model's folder: how to load, export and serve the model, and how it was trained."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def training_section(rows: Mapping[str, Any], release: str) -> str:
 
 
 def without_folders(text: str) -> str:
-    """Return a text in which absolute paths are shortened to their last names."""
+    """Return the text with only the last component of each absolute path."""
     return re.sub(r"(?<![\w.:/])/(?:[^\s/,'\"]+/)+", "", text)
 
 

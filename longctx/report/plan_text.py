@@ -68,7 +68,7 @@ class Plan:
     documents: RowLengths
     documents_file: Path | None = None
     known: Mapping[int, list[Choice]] = field(default_factory=dict)
-    """Choices at some of the lengths, which are not searched again."""
+    """The choices at lengths that have been searched already."""
 
     @cached_property
     def settings(self) -> Settings:

@@ -183,9 +183,9 @@ def _count_steps(run: Run, lengths: Sequence[int]) -> tuple[int, int | None]:
         return settings["max_steps"], None
     strategy = settings["packing_strategy"] if settings["packing"] else "none"
     packing, _ = plan_packing(lengths, settings["max_length"], strategy=strategy, overlong=settings["overlong"])
-    size = settings["per_device_train_batch_size"] * run.dims.dp * settings["gradient_accumulation_steps"]
     epochs, drop_last = settings["num_train_epochs"], settings["dataloader_drop_last"]
-    return steps_of_epochs(len(packing), size, epochs=epochs, drop_last=drop_last), len(packing)
+    steps = steps_of_epochs(len(packing), run.sequences_per_step, epochs=epochs, drop_last=drop_last)
+    return steps, len(packing)
 
 
 def _describe_steps(run: Run, steps: int, sequences: int | None) -> str:

@@ -134,7 +134,7 @@ def _afterwards(trainer: SequenceTrainer, model: TrainedModel) -> list[Line]:
     what = "the model" if model.adapter is None else f"an adapter of {model.base}"
     evaluated = "not evaluated; --eval_strategy steps evaluates during training"
     if best is not None:
-        evaluated = "{} {:.4g} after step {:,}".format(*best) + _which_is_saved(trainer, best[2])
+        evaluated = f"{best}{_which_is_saved(trainer, best.step)}"
     if kept := checkpoints(folder):
         go_on = f"--resume_from_checkpoint auto with a larger --max_steps goes on from {kept[0].name}"
     else:

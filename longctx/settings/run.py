@@ -292,13 +292,17 @@ class Run:
         """Return `summary` with its reasons, as text."""
         return [str(line) for line in self.summary()]
 
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of an optimizer step, over all ranks and micro-batches."""
+        settings = self.settings
+        return settings["per_device_train_batch_size"] * self.dims.dp * settings["gradient_accumulation_steps"]
+
     def describe_batch(self) -> list[Line]:
         """Return the sequences and tokens of an optimizer step."""
-        dims, length = self.dims, self.settings["max_length"]
-        micro, accumulation = (
-            self.settings[name] for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
-        )
-        sequences = micro * dims.dp * accumulation
+        dims, settings, sequences = self.dims, self.settings, self.sequences_per_step
+        micro, accumulation = settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"]
+        length = settings["max_length"]
         batch = f"{sequences} {'sequence' if sequences == 1 else 'sequences'} a step"
         equation = (
             f"per_device_train_batch_size {micro} × (world {dims.world_size} / sp {dims.sp}) × "

@@ -176,7 +176,8 @@ class StopOnSignal(TrainerCallback):
     def __init__(self, *, prints: bool):
         self.prints = prints
         self.stopped_by: signal.Signals | None = None
-        self._received = 0
+        self.received = 0
+        """The number of the signal that this rank has got; 0 for none."""
         self._step, self._step_seconds, self._since = 0, 0.0, 0.0
         self._before: dict[int, Any] = {}
 
@@ -191,7 +192,7 @@ class StopOnSignal(TrainerCallback):
     def on_step_end(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         now = time.monotonic()
         self._step, self._step_seconds, self._since = state.global_step, now - self._since, now
-        received = self._received
+        received = self.received
         if dist.is_initialized():
             agreed = torch.tensor(received)
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=host_group(dist.group.WORLD))  # waits for no device
@@ -199,11 +200,6 @@ class StopOnSignal(TrainerCallback):
         if received and self.stopped_by is None:
             self.stopped_by = signal.Signals(received)
             control.should_save = control.should_training_stop = True
-
-    @property
-    def received(self) -> int:
-        """The number of the signal that this rank has got; 0 for none."""
-        return self._received
 
     def restore_handlers(self) -> None:
         """Restore the signal handlers from before the training, which may have failed."""
@@ -216,7 +212,7 @@ class StopOnSignal(TrainerCallback):
         self._before = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
+        self.received = number
 
     def _answer(self, reader: int) -> None:
         """Print at the first of SIGNALS what happens now, and end at a second SIGINT."""

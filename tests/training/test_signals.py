@@ -103,7 +103,7 @@ def test_a_second_ctrl_c_ends_a_step_at_once(capfd) -> None:
 
 
 def test_a_signal_that_comes_twice_at_once_counts_once(capfd) -> None:
-    """As where a terminal sends it to all processes, and a launcher passes it on."""
+    """A terminal sends Ctrl-C to every process, and a launcher may pass it on to the same ones."""
     process = os.fork()
     if process == 0:
         try:

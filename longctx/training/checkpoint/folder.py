@@ -48,7 +48,7 @@ DEFAULT_NAME = "longctx-output"
 """Folder of a run that names none; the second one is longctx-output-2."""
 
 EVENTS_FOLDER = "runs"
-"""Folder of TensorBoard's events, where no variable names another."""
+"""TensorBoard's folder in output_dir, unless TENSORBOARD_LOGGING_DIR names another."""
 MODEL_FILES = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),

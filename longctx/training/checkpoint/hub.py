@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from huggingface_hub import upload_folder
 
@@ -35,6 +35,17 @@ else:
     Trainer = object  # a mixin: the class that uses it adds the trainer
 
 logger = logging.getLogger(__name__)
+
+
+class BestEvaluation(NamedTuple):
+    """The best of a run's evaluations."""
+
+    metric: str
+    value: float
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.metric} {self.value:.4g} after step {self.step:,}"
 
 
 class PushingMixin(Trainer):
@@ -104,7 +115,6 @@ class PushingMixin(Trainer):
         path, state, settings = Path(self.args.output_dir, CARD_FILE), self.state, self.args
         model = model or self.trained_model()
         last = next((entry for entry in reversed(state.log_history) if "loss" in entry), None)
-        best = self.best_evaluation()
         training = {
             "base model": model.base,
             "adapter": model.adapter and describe_adapter(model.adapter),
@@ -114,7 +124,7 @@ class PushingMixin(Trainer):
             "steps": f"{state.global_step:,} of {state.max_steps:,}",
             "last in the log": last
             and f"step {last['step']:,}: {last['num_tokens']:,} tokens, loss {last['loss']:.4g}",
-            "best evaluation": best and "{} {:.4g} after step {:,}".format(*best),
+            "best evaluation": self.best_evaluation(),
             "learning rate": f"{settings.learning_rate:g}, {settings.lr_scheduler_type.value}",
             "devices": str(self.sequence.dims),
             "attention": "each document alone, as on one device",
@@ -141,19 +151,16 @@ class PushingMixin(Trainer):
         except OSError as error:  # the model is saved, and the run is not to fail for its card
             logger.warning("%s is not written: %s", path, error)
 
-    def best_evaluation(self) -> tuple[str, float, int] | None:
-        """Return the metric by which evaluations are compared, its best value, and the step of that; None without any.
-
-        The metric is --metric_for_best_model, or the loss.
-        """
+    def best_evaluation(self) -> BestEvaluation | None:
+        """Return the best evaluation by --metric_for_best_model, or by the loss; None without any."""
         args, state = self.args, self.state
         name = f"eval_{(args.metric_for_best_model or 'loss').removeprefix('eval_')}"
         if args.load_best_model_at_end and state.best_metric is not None:
-            return name, state.best_metric, state.best_global_step
-        values = [(entry[name], entry["step"]) for entry in state.log_history if name in entry]
-        found = [(value, step) for value, step in values if math.isfinite(value)]
+            return BestEvaluation(name, state.best_metric, state.best_global_step)
+        log = state.log_history
+        found = [(entry[name], entry["step"]) for entry in log if math.isfinite(entry.get(name, math.nan))]
         best = max if args.greater_is_better else min
-        return (name, *best(found, key=itemgetter(0))) if found else None
+        return BestEvaluation(name, *best(found, key=itemgetter(0))) if found else None
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         self._push(lambda: super(PushingMixin, self).init_hf_repo(*args, **kwargs))

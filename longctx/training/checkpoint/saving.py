@@ -200,7 +200,7 @@ class SavingMixin(PushingMixin):
     def _begin(self, folder: Path, unfinished: Path) -> Callable[[], None]:
         """Write what needs all ranks at once, and return a function that writes the rest and commits the checkpoint.
 
-        With --save_async, nothing is written yet: what the function needs is copied to host memory.
+        With --save_async, the function writes the tensors from copies in host memory, which are made here.
         """
         args = self.args
         in_model = not args.save_only_model and self._is_in_model_files
