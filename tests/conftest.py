@@ -246,10 +246,6 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if missed := _refusals_met.missed():
-        terminalreporter.section("refusals that their tests in tests/refusals.tsv no longer meet", red=True)
-        for row, test in missed:
-            terminalreporter.write_line(f"{test}: {row.file} {row.function}: {row.message}")
     if path := config.getoption("--support-matrix"):
         _write_support_matrix(terminalreporter, path)
     if not _rows:

@@ -64,6 +64,7 @@ _VARYING = tuple(
         (r"\b0x[0-9a-f]{6,}", "0x0"),
         (r"(?<=127\.0\.0\.1)(:|, )\d+", r"\1PORT"),
         (rf"(?<=on ){re.escape(socket.gethostname())}\b", "HOST"),
+        (r", or failed \(SIG(ABRT|KILL)\)", ""),  # where memory ends inside a library
     )
 )
 """What a text may have that varies from run to run, and what is recorded in its place."""
@@ -424,7 +425,13 @@ class RefusalsMet:
         if session.exitstatus == pytest.ExitCode.OK and any(self.changed()):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
+    @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter, config):
+        """Say at the end, after all tables, what makes a run fail whose tests all passed."""
+        if missed := self.missed():
+            terminalreporter.section("refusals that their tests in tests/refusals.tsv no longer meet", red=True)
+            for row, test in missed:
+                terminalreporter.write_line(f"{test}: {row.file} {row.function}: {row.message}")
         if not config.getoption("--record-refusals") and (changed := list(self.changed())):
             terminalreporter.section("refusals with other texts than in tests/golden/data/refusals.json", red=True)
             terminalreporter.write_line("\n".join(changed))

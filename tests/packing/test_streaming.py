@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import datasets
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longctx.collate import SequenceCollator
@@ -212,6 +212,7 @@ def lanes_of(lengths, size, **options):
 
 @settings(max_examples=100, deadline=None)
 @given(STREAMS, LAYOUTS, st.booleans())
+@example(([5], 10, 1), (2, 1, 1), True)  # no step at all, which random streams may never have
 def test_a_step_has_a_row_of_every_lane_whatever_the_layout(stream, layout, drop_last):
     """Each lane by itself, over more than two passes: every row once a pass, and the counts of the first pass."""
     lengths, capacity, look_ahead = stream
