@@ -26,7 +26,7 @@ from ..published import CONFIGS
 from . import __doc__ as about
 from . import formulas
 from .formulas import NODE, Bandwidth, Model, Ranges
-from .runs import Phase, Run, flags, measured, model_config, write_model
+from .runs import Phase, Run, converted_config, flags, measured, model_config, write_model
 
 SMALL = {"hidden": 192, "layers": 4, "vocabulary": 2_000}
 """The model of more than 8 ranks."""
@@ -37,6 +37,8 @@ COUNTS, MEMORY = 0.02, 0.15
 NOISE = 8 << 20
 """Bytes by which memory may differ besides: what threads and sockets take does not come from the model."""
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
+CONVERTED = 4
+"""Ranks that also run a model whose weights are converted when they are loaded."""
 RESUMED_BY = {8: (2,), 48: (12,)}
 """Ranks that wrote a checkpoint -> others that resume from it, too."""
 COMPUTED_RANKS = (8, 64, 256, 1024)
@@ -68,10 +70,11 @@ class Row(NamedTuple):
         first = [self.run, self.what, _number(self.measured, self.unit)]
         if self.computed is None:
             return [*first, "", "", ""]
+        ratio = f"{self.measured / self.computed:.3f}" if self.computed else ""
         mark = "**!**" if self.differs else ""
         if self.unit == "s" and self.differs:
             mark = "slower" if self.measured > self.computed else "faster"
-        return [*first, _number(self.computed, self.unit), f"{self.measured / self.computed:.3f}", mark]
+        return [*first, _number(self.computed, self.unit), ratio, mark]
 
 
 HEAD = ["run", "figure", "measured", "computed", "ratio", ""]
@@ -94,11 +97,18 @@ def first_rows(name: str, model: Model, ranks: Sequence[dict[str, Phase]], folde
     every = range(num_ranks)
     layout = [formulas.ranges_of(model, rank, num_ranks) for rank in every]
     loading, saving = [rank["loading"] for rank in ranks], [rank["saving"] for rank in ranks]
-    opened = [sum(n for path, n in phase.opened.items() if path.endswith(".safetensors")) for phase in loading]
-    yield row("load: weights read", _most(loading, "asked"), formulas.read_in_loading(model, 0, num_ranks))
-    opens = formulas.opened_in_loading(model, 0, num_ranks, num_files=1)
-    yield row("load: files of weights opened", max(opened), opens, "times")
-    yield row("load: host memory", _most(loading, "rise"), formulas.host_in_loading(model, 0, num_ranks), "MiB")
+    mapped = 0
+    if model.is_converted:
+        mapped = 2 * model.numel  # rank 0 has mapped the files, and their pages are in memory
+        rise = max(phase.rise for phase in loading[1:])
+        yield row("load: host memory of another rank", rise, formulas.host_in_loading(model, 1, num_ranks), "MiB")
+    else:
+        opened = [sum(n for path, n in phase.opened.items() if path.endswith(".safetensors")) for phase in loading]
+        yield row("load: weights read", _most(loading, "asked"), formulas.read_in_loading(model, 0, num_ranks))
+        opens = formulas.opened_in_loading(model, 0, num_ranks, num_files=1)
+        yield row("load: files of weights opened", max(opened), opens, "times")
+    host = formulas.host_in_loading(model, 0, num_ranks) + mapped
+    yield row("load: host memory", max(phase.rise for phase in loading), host, "MiB")
 
     files = [(formulas.weights_written(model, r, num_ranks), formulas.states_written(model, layout[r])) for r in every]
     written, found = [sum(chain(*of_rank)) for of_rank in files], [sum(phase.written.values()) for phase in saving]
@@ -164,17 +174,18 @@ def real_rows(ranks: Sequence[int], sizes: Mapping[str, int], folder: Path, spee
         sizes: of the model of at most 8 ranks.
     """
     models: dict[str, Model] = {}
-    for num_ranks in ranks:
-        is_small = num_ranks > NODE
-        own, length = folder / ("small" if is_small else "large"), 8 * num_ranks if is_small else 64
-        if own.name not in models:
-            config = model_config(**(SMALL if is_small else sizes))
+    kinds = [(ranks_, "small" if ranks_ > NODE else "large") for ranks_ in ranks]
+    for num_ranks, kind in kinds + [(CONVERTED, "converted")] * (CONVERTED in ranks):
+        is_small, own = kind == "small", folder / kind
+        length = 8 * num_ranks if is_small else 64
+        if kind not in models:
+            config = converted_config() if kind == "converted" else model_config(**(SMALL if is_small else sizes))
             write_model(own / "model", config)
-            model = Model.of(own.name, config)
-            models[own.name] = replace(model, weights_file=SMALL_FILE, states_file=SMALL_FILE) if is_small else model
-        model, output = models[own.name], own / "output"
+            model = Model.of(kind, config)
+            models[kind] = replace(model, weights_file=SMALL_FILE, states_file=SMALL_FILE) if is_small else model
+        model, output = models[kind], own / "output"
         folders = [own / "model", output]
-        name = f"{num_ranks} ranks, {model.numel / 1e6:.0f}M"
+        name = f"{num_ranks} ranks, {model.numel / 1e6:.0f}M{', converted' * model.is_converted}"
         run = Run(output, flags(own, num_ranks, length=length, steps=1), folders, SMALL_FILE if is_small else None)
         yield from first_rows(name, model, measured(num_ranks, run), output / "checkpoint-1", speed)
         layout = [formulas.ranges_of(model, rank, num_ranks) for rank in range(num_ranks)]

@@ -18,6 +18,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from longctx.model.files import on_meta
 from longctx.training.checkpoint.storage import FILE_BYTES as STATES_FILE
@@ -60,6 +61,8 @@ class Model:
     name: str
     shapes: Mapping[str, tuple[int, ...]]
     """Of its parameters, all of which are trained."""
+    stored: Mapping[str, tuple[int, ...]]
+    """Of the tensors of its files, in the order of the parameters."""
     is_converted: bool = False
     """Whether Transformers' files hold weights of other names or shapes, which ranks cannot read by rows."""
     has_buffers: bool = False
@@ -72,10 +75,12 @@ class Model:
         """Make the model on the meta device, and look at its parameters."""
         model = on_meta(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
         shapes = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
+        stored = revert_weight_conversion(model, dict(model.named_parameters()))
         saved = model.state_dict().keys()
         return cls(
             name=name,
             shapes=shapes,
+            stored={key: tuple(tensor.shape) for key, tensor in stored.items()},
             is_converted=not shapes.keys() <= names_kept(model),
             has_buffers=any(name not in shapes for name in saved if name != HEAD),
         )
@@ -94,13 +99,13 @@ class Model:
     def files(self) -> list[list[str]]:
         """Return the tensors of each file of weights: whole layers in turn, as long as they fit."""
         layers: dict[str, list[str]] = {}
-        for name in self.shapes:
+        for name in self.stored:
             found = re.match(r".*?\.\d+\.", name)
             layers.setdefault(found[0] if found else name, []).append(name)
         files: list[list[str]] = [[]]
         size = 0
         for names in layers.values():
-            added = 4 * sum(prod(self.shapes[name]) for name in names)
+            added = 4 * sum(prod(self.stored[name]) for name in names)
             if files[-1] and size + added > self.weights_file:
                 files.append([])
                 size = 0
@@ -152,15 +157,20 @@ def map_chunks(model: Model, rank: int, num_ranks: int) -> Iterator[tuple[int, i
 
 
 def host_in_loading(model: Model, rank: int, num_ranks: int, *, on_host: bool = True) -> int:
-    """Return a rank's host memory while it loads, above its imports. Of a converted model, rank 0 has an fp32 copy.
+    """Return a rank's host memory while it loads, above its imports.
+
+    Of a converted model, rank 0 has an fp32 copy, which it sends parameter by parameter. Pages of files that it has
+    mapped, which the system can take back, are left out.
 
     Args:
         on_host: whether shards are in host memory, which they are on the CPU and where parameters are offloaded. They
             are fp32. On a GPU, only the buffer is.
     """
     shard = 4 * elements(model, 0, num_ranks) * on_host
-    whole = 4 * model.numel * (model.is_converted and rank == 0)
-    return max(shard + BUFFER, whole) + FIXED + MODULE * len(model.shapes)
+    beside = BUFFER
+    if model.is_converted:
+        beside = 4 * (model.numel if rank == 0 else max(map(prod, model.shapes.values())))
+    return shard + beside + FIXED + MODULE * len(model.shapes)
 
 
 # Save
@@ -186,7 +196,7 @@ def header(names: Mapping[str, list[int]], *, text: bool = False) -> int:
 def weights_written(model: Model, rank: int, num_ranks: int) -> list[int]:
     """Return the sizes of the files of weights that a rank writes: file n is written by rank n mod R."""
     mine = model.files[rank::num_ranks]
-    shapes = ({name: list(model.shapes[name]) for name in names} for names in mine)
+    shapes = ({name: list(model.stored[name]) for name in names} for names in mine)
     return [header(held, text=True) + 4 * sum(map(prod, held.values())) for held in shapes]
 
 

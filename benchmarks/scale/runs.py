@@ -250,6 +250,20 @@ def model_config(*, hidden: int, layers: int, vocabulary: int) -> Any:
     )
 
 
+def converted_config() -> Any:
+    """Return the configuration of a DeepSeek-V3 of 98M parameters, whose files hold each expert by itself."""
+    from transformers import DeepseekV3Config
+
+    return DeepseekV3Config(
+        **{"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "first_k_dense_replace": 1},
+        **{"moe_intermediate_size": 512, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4},
+        **{"topk_group": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 256},
+        **{"kv_lora_rank": 128, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32},
+        vocab_size=32_000,
+        dtype="bfloat16",
+    )
+
+
 def write_model(folder: Path, config: Any) -> None:
     """Save a model of random weights in bf16, and tiny's tokenizer, in another process, whose memory goes with it."""
     start_server(*IMPORTS)
@@ -261,12 +275,12 @@ def write_model(folder: Path, config: Any) -> None:
 
 
 def _write(argument: tuple[str, Any]) -> None:
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from longctx.model.tiny import tiny_tokenizer
 
     folder, config = argument
-    LlamaForCausalLM._from_config(config).save_pretrained(folder)  # in the config's dtype
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)  # in the config's dtype
     tiny_tokenizer().save_pretrained(folder)
 
 

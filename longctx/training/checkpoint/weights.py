@@ -112,7 +112,9 @@ def write_weights(
     written: dict[Path, Future[tuple[dict[str, str], int]]] = {}
 
     def write(path: Path, layers: list[dict[str, Any]]) -> tuple[dict[str, str], int]:
-        stored = {k: v.contiguous() for whole in layers for k, v in revert_weight_conversion(model, whole).items()}
+        stored: dict[str, Tensor] = {}
+        while layers:  # each of which is freed as soon as it is converted
+            stored |= {name: t.contiguous() for name, t in revert_weight_conversion(model, layers.pop(0)).items()}
         save(stored, path, {"format": "pt"})
         return dict.fromkeys(stored, path.name), sum(tensor.nbytes for tensor in stored.values())
 
