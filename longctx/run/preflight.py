@@ -36,8 +36,8 @@ SHOWN = 60
 SHOWN_PARTS = 6
 WEIGHT_BYTES = 4
 """Bytes of a trained parameter in a saved model."""
-STATE_BYTES = 12
-"""Bytes of its states in a checkpoint, besides: the optimizer's copy in fp32, and AdamW's two moments."""
+STATE_BYTES = 8
+"""Bytes of its states in a checkpoint, besides: AdamW's two moments."""
 
 
 def preflight(run: Run) -> list[Line]:
@@ -161,7 +161,7 @@ def _describe_disk(run: Run) -> str:
     if settings["save_strategy"] != "no":
         checkpoint = model + (0 if settings["save_only_model"] else STATE_BYTES * trained)
         kept = settings["save_total_limit"]
-        needed += checkpoint * (kept or 1)
+        needed += checkpoint * ((kept or 0) + 1)  # an old one is deleted when a new one is complete
         limit = f"--save_total_limit keeps {kept}" if kept else "without --save_total_limit all of them are kept"
         text = f"a checkpoint takes about {_gb(checkpoint)}, and {limit}"
     lacks = "" if needed <= free else f"; THIS IS TOO LITTLE for {_gb(needed)}"
