@@ -26,7 +26,7 @@ def relaunch(
     """Replace this process by `accelerate launch --config_file … -m longctx.train …` for --accelerate_config.
 
     --num_processes overrides the profile's. In a step of `srun` with one task per node, the nodes become accelerate's
-    machines.
+    machines, each with as many processes as a machine of the profile has.
 
     Args:
         values: the values of flags; `accelerate_config` names the profile.
@@ -56,6 +56,11 @@ def relaunch(
             )
         machines = {"num_machines": nodes, "machine_rank": step["GROUP_RANK"]}
         machines |= {"main_process_ip": step["MASTER_ADDR"], "main_process_port": step["MASTER_PORT"]}
+        import yaml
+
+        profile = yaml.safe_load(path.read_bytes()) or {}
+        if not chosen and "num_processes" in profile:
+            chosen = {"num_processes": nodes * (int(profile["num_processes"]) // int(profile.get("num_machines", 1)))}
     machines |= {flag: values[flag] for flag in MACHINE_FLAGS if values[flag] is not None}
     if machines:  # else accelerate starts DeepSpeed's other nodes from the first one, by pdsh
         machines["deepspeed_multinode_launcher"] = "standard"

@@ -9,10 +9,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from longctx.launch.accelerate import relaunch
 from longctx.launch.slurm import first_host, join_step, read_step
+from longctx.settings.read import parse_flags
 from tests.hosts import wait_until
 from tests.launch.test_hosts import ENVIRONMENT, LENGTHS
 from tests.reference import train_reference
@@ -50,6 +53,18 @@ TASK = {
 )
 def test_the_first_host_of_a_list(nodes, first):
     assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize(("flags", "processes"), [([], "64"), (["--num_processes", "8"], "8")], ids=["", "given"])
+def test_a_profile_on_more_nodes_has_as_many_processes_on_each(flags, processes):
+    """multi_node has 16 on two machines. accelerate would divide them by the nodes of the job."""
+    eight = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "1(x8)", "SLURM_LOCALID": "0"}
+    with patch.dict(os.environ, TASK | eight), patch.object(os, "execv") as execv:
+        settings = parse_flags(["--accelerate_config", "multi_node", *flags])
+        relaunch(settings, settings.arguments, is_launched=False)
+    launcher = execv.call_args.args[1]
+    given = dict(zip(launcher, launcher[1:], strict=False))
+    assert (given["--num_machines"], given["--num_processes"]) == ("8", processes)
 
 
 def test_a_task_is_a_rank():
