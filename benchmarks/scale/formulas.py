@@ -373,7 +373,7 @@ def seconds(model: Model, num_ranks: int, written: Sequence[int], speed: Bandwid
     is_digested = num_ranks > NODE or model.has_buffers
     first = sum(elements(model, rank, num_ranks) for rank in range(min(NODE, num_ranks)))  # of a node
     states = speed.of(sum(written), sum(written[:NODE]))
-    files = [4 * sum(prod(model.shapes[name]) for name in file) for file in model.files]
+    files = [4 * sum(prod(model.stored[name]) for name in file) for file in model.files]
     most = sum(size for number, size in enumerate(files) if number % num_ranks < NODE)
     checked = weights + sum(written)
     return [

@@ -67,7 +67,7 @@ _ROWS = (
              "Hub name or local folder; tiny is built in. It is a small model with random weights.", common=True,
              node=True),
         Flag("model_revision", TEXT, "main", "Branch, tag or commit of the model on the hub.", aliases=("revision",)),
-        Flag("trust_remote_code", BOOL, False, "Allow Python code that comes with a tokenizer to run; that of a model never runs."),
+        Flag("trust_remote_code", BOOL, False, "Allow the Python code of a tokenizer to run; a model's never does."),
         Flag("dtype", TEXT, "float32",
              "Data type in which weights are loaded: float32, bfloat16 or auto (as in the model's files).",
              values=("float32", "bfloat16", "auto"),

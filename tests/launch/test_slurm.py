@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -63,7 +64,7 @@ def test_a_profile_on_more_nodes_has_as_many_processes_on_each(flags, processes)
         settings = parse_flags(["--accelerate_config", "multi_node", *flags])
         relaunch(settings, settings.arguments, is_launched=False)
     launcher = execv.call_args.args[1]
-    given = dict(zip(launcher, launcher[1:], strict=False))
+    given = dict(itertools.pairwise(launcher))
     assert (given["--num_machines"], given["--num_processes"]) == ("8", processes)
 
 
