@@ -11,7 +11,7 @@ that a refusal that no longer comes fails, too.
 
 `tests/golden/data/refusals.json` holds, for each message of the source, the texts that users see in these tests, so
 that a text that changes fails the run as well. Texts are recorded without what varies from run to run (`_VARYING`); a
-message whose texts vary all the same has null there, entered by hand, and its texts are not compared.
+message whose texts vary all the same has null there, entered by hand.
 
 After a change, write both anew with
 
@@ -47,9 +47,7 @@ TEXTS = ROOT / "tests" / "golden" / "data" / "refusals.json"
 NO_REFUSALS = {"AssertionError", "AttributeError", "IndexError", "NotImplementedError", "SystemExit", "_Leave"}
 """What programs, not users, get to see."""
 
-UNMET = "(unmet)"
-"""In the place of the test of a refusal that has none yet."""
-CHILD = " (child)"
+UNMET, CHILD = "(unmet)", " (child)"
 
 MOST_TEXTS = 8
 """Texts of one `raise` that are kept of one run of a test: the first ones."""
@@ -199,7 +197,6 @@ def moved(table: dict[Refusal, str]) -> dict[Refusal, Refusal]:
 
 
 def is_test(test: str) -> bool:
-    """Whether there is a test function `tests/training/test_x.py::test_y`."""
     file, _, function = test.removesuffix(CHILD).partition("::")
     return (ROOT / file).is_file() and function in _functions(file)
 
@@ -347,7 +344,6 @@ class RefusalsMet:
 
     @staticmethod
     def function(nodeid):
-        """`tests/training/test_x.py::test_y` of any of its parameters."""
         return nodeid.partition("[")[0]
 
     @pytest.hookimpl(wrapper=True)
@@ -385,8 +381,7 @@ class RefusalsMet:
             found.setdefault((file, place), {}).update(dict.fromkeys(texts))
         self.passed[self.function(report.nodeid)] += report.when == "call" and report.passed
 
-    def whole(self):
-        """Tests that ran with all of their parameters and passed."""
+    def whole(self):  # with all of their parameters, and passed
         return {test for test, count in self.collected.items() if self.passed[test] == count} - self.partial
 
     def missed(self):
@@ -425,16 +420,14 @@ class RefusalsMet:
         if session.exitstatus == pytest.ExitCode.OK and any(self.changed()):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    @pytest.hookimpl(trylast=True)
+    @pytest.hookimpl(trylast=True)  # after all tables: it makes a run fail whose tests all passed
     def pytest_terminal_summary(self, terminalreporter, config):
-        """Say at the end, after all tables, what makes a run fail whose tests all passed."""
-        if missed := self.missed():
-            terminalreporter.section("refusals that their tests in tests/refusals.tsv no longer meet", red=True)
-            for row, test in missed:
-                terminalreporter.write_line(f"{test}: {row.file} {row.function}: {row.message}")
-        if not config.getoption("--record-refusals") and (changed := list(self.changed())):
-            terminalreporter.section("refusals with other texts than in tests/golden/data/refusals.json", red=True)
-            terminalreporter.write_line("\n".join(changed))
+        missed = [f"{test}: {row.file} {row.function}: {row.message}" for row, test in self.missed()]
+        changed = [] if config.getoption("--record-refusals") else list(self.changed())
+        for title, lines in ((f"not met as in {TABLE}", missed), (f"with other texts than {TEXTS}", changed)):
+            if lines:
+                terminalreporter.section(f"refusals {title}", red=True)
+                terminalreporter.write_line("\n".join(lines))
 
     def _by_how_special(self):
         """Tests that met something, those first that met the least else; what random data meets counts for nothing."""

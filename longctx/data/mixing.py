@@ -228,6 +228,7 @@ class MixedStream:
         ended = [False] * len(self.sources)
         readers: dict[int, _Reader] = {}
         number = 0
+        ends_with_the_first = self.mixture.weights is not None and self.mixture.stopping_strategy == "first_exhausted"
         for source in self._draws(ended):
             if ended[source] and self.mixture.stopping_strategy != "all_exhausted":
                 continue
@@ -243,12 +244,8 @@ class MixedStream:
                 places[source], ended[source] = 0, True
                 readers.pop(source, None)
             number += 1
-            if all(ended) or (any(ended) and self._ends_with_the_first):
+            if all(ended) or (any(ended) and ends_with_the_first):
                 return
-
-    @property
-    def _ends_with_the_first(self) -> bool:
-        return self.mixture.weights is not None and self.mixture.stopping_strategy == "first_exhausted"
 
     def _draws(self, ended: Sequence[bool]) -> Iterator[int]:
         """Which source gives the next document, if it has one left; `ended` is kept up to date meanwhile."""

@@ -53,7 +53,12 @@ def with_text_arguments(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Some templates, such as DeepSeek-V3's, write them as they are.
     """
-    return _map_calls(chat, lambda call: with_arguments(call, _arguments_text(_arguments(call))))
+
+    def written(call: Mapping[str, Any]) -> Any:
+        arguments = _arguments(call)
+        return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+
+    return _map_calls(chat, lambda call: with_arguments(call, written(call)))
 
 
 def shows_python(marks: Mapping[str, str], text: str) -> bool:
@@ -75,10 +80,6 @@ def _map_calls(chat: list[dict[str, Any]], change: Any) -> list[dict[str, Any]]:
 
 def _arguments(call: Mapping[str, Any]) -> Any:
     return (call.get("function") or call).get("arguments")
-
-
-def _arguments_text(arguments: Any) -> Any:
-    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
 def check_calls(marks: Mapping[str, str], shown: str, where: str) -> None:

@@ -335,8 +335,10 @@ def install_routers(model: PreTrainedModel) -> Routers | None:
     """
     kind = router_class(model)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    by_layer = [_inside(layer, kind) for layer in layers] if kind is not None else []
-    by_layer = [of_layer for of_layer in by_layer if of_layer]
+    by_layer: list[list[Any]] = []
+    if kind is not None:
+        by_layer = [[module for module in layer.modules() if isinstance(module, kind)] for layer in layers]
+        by_layer = [of_layer for of_layer in by_layer if of_layer]
     if not by_layer:
         return None
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -390,7 +392,3 @@ def _keep_passes(layers: list[Any]) -> None:
 
 def _checkpoint(run: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
     return run(keep_pass(forward), *args)
-
-
-def _inside(layer: nn.Module, kind: type) -> list[Any]:
-    return [module for module in layer.modules() if isinstance(module, kind)]

@@ -263,11 +263,6 @@ def has_windows(config: PretrainedConfig) -> bool:
     return getattr(text, "sliding_window", None) is not None
 
 
-def has_softcap(config: PretrainedConfig) -> bool:
-    """Return whether the scores of attention are soft-capped."""
-    return bool(getattr(_text_of(config), "attn_logit_softcapping", None))
-
-
 def has_experts(config: PretrainedConfig) -> bool:
     """Whether it is a mixture of experts, of which a token uses some."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -395,6 +390,5 @@ def head_sizes(config: PretrainedConfig) -> tuple[int, int]:
 def kernel_of(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> Kernel:
     """The kernel that computes every attention layer, where its queries have this dtype."""
     heads, key_value_heads = num_heads(config)
-    return choose_kernel(
-        device, dtype, head_size(config), heads // key_value_heads, has_windows(config), has_softcap(config)
-    )
+    has_softcap = bool(getattr(_text_of(config), "attn_logit_softcapping", None))
+    return choose_kernel(device, dtype, head_size(config), heads // key_value_heads, has_windows(config), has_softcap)

@@ -169,8 +169,8 @@ def storage_of_ranks(folder: Path) -> list[int]:
     return found
 
 
-def exit_with_others(seconds: float = LEAVE_SECONDS) -> None:
-    """After RefusedOnAllRanks, wait up to `seconds` for the other ranks to call this too.
+def exit_with_others() -> None:
+    """After RefusedOnAllRanks, wait up to LEAVE_SECONDS for the other ranks to call this too.
 
     A launcher stops all processes once one has ended, so the reason must be reported before.
     """
@@ -180,7 +180,7 @@ def exit_with_others(seconds: float = LEAVE_SECONDS) -> None:
     with suppress(RuntimeError):  # the store is gone with the rank that kept it
         store = dist.distributed_c10d._get_default_store()
         store.add("longctx/left", 1)
-        until = time.monotonic() + seconds
+        until = time.monotonic() + LEAVE_SECONDS
         while time.monotonic() < until and store.add("longctx/left", 0) < dist.get_world_size():
             time.sleep(0.05)
         dist.destroy_process_group()

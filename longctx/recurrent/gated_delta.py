@@ -130,12 +130,8 @@ def _by_piece(
             outputs.append(out)
         return torch.cat(outputs, dim=1), state
 
-    return by_piece(in_segments if _of_channels(inputs) else run, inputs, lengths, states)
-
-
-def _of_channels(inputs: Sequence[Tensor]) -> bool:
-    """Whether every key channel has a decay of its own."""
-    return inputs[3].dim() == 4
+    every_channel_decays_by_itself = inputs[3].dim() == 4
+    return by_piece(in_segments if every_channel_decays_by_itself else run, inputs, lengths, states)
 
 
 def takes_kernel(q: Tensor) -> bool:

@@ -123,7 +123,7 @@ def _forward(
             for name in (DELTA_RULE, DELTA_ATTENTION)
         },
         MAMBA2_SCAN: partial(_mamba2_scan, functions_of(layer), pieces, sequence.ranks),
-        MAMBA2_IN_ONE: _no_result,  # as where its kernel is not installed: the layer then calls the others
+        MAMBA2_IN_ONE: lambda *_, **__: None,  # as where its kernel is not installed: the layer then calls the others
     }
     return with_names(_forward_of(layer), own)(layer, hidden_states)
 
@@ -203,7 +203,3 @@ def _mamba2_scan(
     assert z is None, "transformers applies the gate behind the scan"
     options = {"chunk_size": chunk_size, "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
     return mamba2_by_states(getattr(functions, MAMBA2_SCAN), (x, steps, B, C), A, pieces, group, options)
-
-
-def _no_result(*_: Any, **__: Any) -> None:
-    return None

@@ -32,7 +32,7 @@ from longctx.ranks.agreement import broadcast_object, check_agreement, on_all_ra
 from longctx.run.processes import agree, degrees, start_processes
 from longctx.sequence.mesh import select_device
 from longctx.settings.machine_checks import check_kernel_package
-from longctx.settings.run import Run
+from longctx.settings.run import Run, spread
 from longctx.training.checkpoint.files import (
     MANIFEST,
     CheckpointError,
@@ -207,7 +207,8 @@ def _with_data(run: Run, args: SFTConfig, data: TrainingData | StreamedData) -> 
         setup = run.setup
         if run.settings["measure_links"]:
             setup = replace(setup, machine=with_measured_links(run.machine, args.device))
-        decided = broadcast_object(run.choose_again(sampled, setup) if args.process_index == 0 else None)
+        decided = spread(run.flags, setup, sampled, before=run.backend) if args.process_index == 0 else None
+        decided = broadcast_object(decided)  # `auto` changes to a much better backend
         assert decided is not None, "rank 0 decides"
         run = run.with_backend(decided)
     typical = data.rows[len(data.rows) // 2]["seq_lengths"]

@@ -242,10 +242,6 @@ class Run:
             chosen["accelerator_config"] = {"use_configured_state": True}
         return chosen
 
-    def choose_again(self, documents: Documents, setup: Setup) -> BackendChoice:
-        """Return the backend for known data and perhaps measured links: `auto` changes to a much better one."""
-        return spread(self.flags, setup, documents, before=self.backend)
-
     def with_backend(self, backend: BackendChoice) -> Run:
         """Return the run with another backend. The engine stays, since its processes run."""
         if backend.arrangement == self.backend.arrangement:

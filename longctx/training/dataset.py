@@ -161,8 +161,12 @@ def _check_targets(part: TrainingData, settings: Mapping[str, Any], split: str) 
     Raises:
         DataError: if no sequence is left, or none with a label.
     """
-    if not part.report.too_long_documents or any(_has_target(part.rows[i]) for i in range(len(part.rows))):
+    if not part.report.too_long_documents:
         return
+    for row in map(part.rows.__getitem__, range(len(part.rows))):
+        labels = row.get("labels", row["input_ids"])
+        if (labels[row["position_ids"] != 0] != IGNORE_INDEX).any():  # a document's first token is no target
+            return
     left = "no token with a label" if len(part.rows) else "no sequence"
     name = settings[f"dataset_{split}_split"]
     remedy = "" if settings["dataset_text_field"] == PAIRS else ", or --overlong split"  # which is refused for pairs
@@ -171,12 +175,6 @@ def _check_targets(part: TrainingData, settings: Mapping[str, Any], split: str) 
         f"{'train' if split == 'train' else 'evaluate'} on: {part.report}. Use a longer "
         f"--max_length{remedy}."
     )
-
-
-def _has_target(row: Mapping[str, NDArray[Any]]) -> bool:
-    """Whether the loss counts any token of a sequence: the first token of each document is not a target."""
-    labels = row.get("labels", row["input_ids"])
-    return bool((labels[row["position_ids"] != 0] != IGNORE_INDEX).any())
 
 
 def _evaluation_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

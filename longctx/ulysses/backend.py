@@ -21,11 +21,6 @@ def _schedule_of(layout: Layout, groups: SequenceGroups, kind: AttentionKind) ->
     return LocalSchedule(layout.cu_seqlens, kind, layout.segments)
 
 
-def _nothing_held(elements: float, element_size: int, ring: int, part: float) -> tuple[float, float]:
-    """Return no bytes: without a ring, no keys and values travel while attention runs."""
-    return 0.0, 0.0
-
-
 def _exchange_over(sp: int) -> Sequence[Arrangement]:
     return [Arrangement(name="ulysses", ring=1, ulysses=sp)]
 
@@ -34,10 +29,6 @@ def _whole_heads(setup: Setup, ring_size: int | None) -> Arrangement:
     if setup.num_heads % setup.sp:
         raise ValueError(heads_message(setup.num_heads, setup.sp))
     return _exchange_over(setup.sp)[0]
-
-
-def _nowhere(sp: int) -> Sequence[Arrangement]:
-    return []
 
 
 def _alone(setup: Setup, ring_size: int | None) -> Arrangement:
@@ -51,7 +42,7 @@ ULYSSES = Backend(
     arrange=_whole_heads,
     has_ring_size=False,
     passes=ring_passes,  # of a ring of one rank, which sends nothing
-    held=_nothing_held,
+    held=lambda elements, element_size, ring, part: (0.0, 0.0),  # keys and values that travel while attention runs
     engine="deepspeed",
     keeps_output=False,
     has_stages=True,
@@ -64,7 +55,7 @@ ULYSSES = Backend(
 LOCAL = replace(
     ULYSSES,
     name="local",
-    arrangements=_nowhere,
+    arrangements=lambda sp: [],
     arrange=_alone,
     engine="fsdp2",
     color="#000000",

@@ -16,14 +16,10 @@ from torch import Tensor
 from longctx.regions import region
 
 
-def legal_sizes(num_heads: int) -> str:
-    """Return the numbers of ranks that divide the query heads evenly, for messages: `1, 2, 4`."""
-    return ", ".join(str(size) for size in range(1, num_heads + 1) if num_heads % size == 0)
-
-
 def usable_sizes(num_heads: int) -> str:
     """Return the settings of --sp with which Ulysses divides the query heads, for messages: `one of --sp 1, 2, 4`."""
-    return f"one of --sp {legal_sizes(num_heads)}" if num_heads > 1 else "--sp 1"
+    sizes = ", ".join(str(size) for size in range(1, num_heads + 1) if num_heads % size == 0)
+    return f"one of --sp {sizes}" if num_heads > 1 else "--sp 1"
 
 
 @functools.cache

@@ -114,15 +114,12 @@ def _of_shards(
             coordinate: Sequence[int] = mesh.get_coordinate() or ()
             is_copy = any(p.is_replicate() and at for p, at in zip(parameter.placements, coordinate, strict=True))
             assert all(p.is_replicate() or p.is_shard(0) for p in parameter.placements), f"{name} is cut along its rows"
-        local = {kind: _local(tensor) for kind, tensor in {WEIGHT: parameter.data, **held}.items()}
+        whole = {WEIGHT: parameter.data, **held}
+        local = {kind: x.to_local() if isinstance(x, DTensor) else x for kind, x in whole.items()}
         if local[WEIGHT].numel():
             flat = {kind: tensor.view(-1) if tensor.dim() else tensor for kind, tensor in local.items()}
             shape = tuple(_shape(parameter, flattened))
             yield ParameterShard(name=name, shape=shape, start=start, states=flat, is_copy=is_copy)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _of_zero(model: nn.Module, zero: Any, kinds: Sequence[str], scalars: Sequence[str]) -> Iterator[ParameterShard]:
