@@ -107,13 +107,14 @@ def _plan(options: argparse.Namespace, settings: Settings) -> int:
     documents = one if file is None else drawn_from(file)
     plan = Plan(settings, machine, options.gpus, options.lengths, documents, documents_file=file)
     values = f"{json.dumps(as_json(plan), indent=1)}\n" if options.json or options.output else ""
-    text = f"{as_text(plan)}\n"
+    page = options.html or (options.output and options.output / "plan.html")
+    text = f"{as_text(plan, page)}\n"
     print(values if options.json else text, end="")
     files = {}
     if options.output is not None:
         files = {options.output / "plan.json": values, options.output / "plan.md": text}
-    if options.html is not None or options.output is not None:
-        files[options.html or options.output / "plan.html"] = page_of(plan)
+    if page is not None:
+        files[page] = page_of(plan)
     for path, content in files.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

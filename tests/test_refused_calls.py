@@ -57,6 +57,8 @@ BATCHES = {
         "lengths [12] and an attention_mask with [16] tokens a row contradict each other",
     ),
     "embeddings": ({"inputs_embeds": torch.ones(1, LENGTH, 8)}, "the batch has inputs_embeds"),
+    "lengths of documents in another form": ({"seq_lengths": torch.tensor([8, 8])}, "the batch has seq_lengths"),
+    "a mask of the loss": ({"loss_mask": torch.ones(1, LENGTH)}, "the batch has loss_mask"),
     "types of tokens": ({"token_type_ids": torch.ones(1, LENGTH)}, "the batch has token_type_ids"),
     "negative labels": ({"labels": torch.full((1, LENGTH), -1)}, "labels hold -1"),
     "no labels": ({"labels": None}, "the batch has no labels"),
@@ -121,9 +123,10 @@ def test_what_is_said_beside_a_cut_batch_is_refused(parallelized):
         ({"attention_mask": LEFT}, "attention_mask beside a batch that was cut"),
         ({"past_key_values": DynamicCache()}, "(past_key_values|cache) beside a batch that was cut"),
         ({"labels": shard.shift_labels}, "labels beside a batch that was cut"),
+        ({"position_ids": None}, "without its position_ids"),
     ):
         with pytest.raises(ValueError, match=said):
-            model(**shard.inputs, **more)
+            model(**shard.inputs | more)
 
 
 def test_tuples_are_not_what_is_read():
@@ -187,6 +190,8 @@ def test_models_that_are_wrapped_or_have_no_head_are_refused_unchanged():
     dropping.model.layers[0].mlp.dropout = nn.Dropout(0.3)
     with pytest.raises(ValueError, match=r"mlp.dropout drops values with p 0\.3"):
         longctx.parallelize(dropping, sp=1)
+    with pytest.raises(ValueError, match=r"and wrap or compile it afterwards"):
+        longctx.parallelize(torch.compile(tiny_model()), sp=1)
 
 
 def refusals_of_two_ranks():

@@ -112,6 +112,11 @@ def _check_call(decoder: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -
             f"the model was called with {given[0]} beside a batch that was cut, which would be ignored. Leave it out: "
             "sequence.shard(batch).inputs has all that the model needs."
         )
+    if kwargs.get("position_ids") is None:
+        raise ValueError(
+            "the model was called with a batch that was cut, and without its position_ids: each rank would count its "
+            "tokens from 0. Pass all of sequence.shard(batch).inputs."
+        )
     if sequence.before_first_pass is not None:
         sequence.before_first_pass()
         sequence.before_first_pass = None

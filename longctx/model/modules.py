@@ -13,7 +13,7 @@ def check_modules(model: PreTrainedModel) -> None:
         ValueError: for a model that is wrapped or compiled already, one without a linear head, and active dropout.
     """
     name = type(model).__name__
-    if not hasattr(model, "get_output_embeddings"):
+    if not hasattr(model, "get_output_embeddings") or hasattr(model, "_orig_mod"):  # of torch.compile
         raise ValueError(
             f"{name} is not a model of transformers. Call parallelize with the model itself, and wrap or compile it "
             "afterwards."

@@ -184,9 +184,8 @@ def too_long_message(lengths: NDArray[np.int64], capacity: int) -> str:
         f"{len(too_long):,} of {len(lengths):,} documents are longer than max_length = {capacity:,} tokens; "
         "the "
         f"longest is document {int(lengths.argmax())} with {int(lengths.max()):,}. Raise --max_length to "
-        f"{int(lengths.max())}, or choose what happens to them:\n"
-        f"  --overlong truncate  cuts {tokens - len(too_long) * capacity:,} {share}\n"
-        f"  --overlong drop      drops {len(too_long):,} documents with {tokens:,} {share}\n"
-        f"  --overlong split     makes {int((-(-too_long // capacity)).sum()):,} pieces of them, 0 tokens "
-        "lost"
+        f"{int(lengths.max())}, or choose what happens to them: --overlong truncate cuts "
+        f"{tokens - len(too_long) * capacity:,} {share}, drop leaves out {tokens:,} of them, split makes "
+        f"{int((-(-too_long // capacity)).sum()):,} pieces and loses none, and turns keeps the whole turns of "
+        "conversations that fit."
     )

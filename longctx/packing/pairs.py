@@ -173,8 +173,8 @@ def _too_long_message(lengths: NDArray[np.int64], cut: NDArray[np.int64], capaci
     return (
         f"{int(too_long.sum()):,} of {len(lengths):,} pairs are longer than max_length = {capacity:,} tokens, in which "
         f"both sides have to fit, {prompt}; the longest is pair {int(lengths.argmax())} with "
-        f"{int(lengths.max()):,}. Raise --max_length to {int(lengths.max())}, or choose what happens to them:\n"
-        f"  --overlong truncate  cuts {int((lengths - cut)[cut > 0].sum()):,} {of}, from both sides alike"
-        + (f", and leaves out {left_out:,} pairs with longer prompts\n" if left_out else "\n")
-        + f"  --overlong drop      drops {int(too_long.sum()):,} pairs with {int(lengths[too_long].sum()):,} {of}"
+        f"{int(lengths.max()):,}. Raise --max_length to {int(lengths.max())}, or choose what happens to them: "
+        f"--overlong truncate cuts {int((lengths - cut)[cut > 0].sum()):,} {of}, from both sides alike"
+        + (f", and leaves out {left_out:,} pairs with longer prompts" if left_out else "")
+        + f"; drop leaves out {int(lengths[too_long].sum()):,} of them."
     )

@@ -235,8 +235,12 @@ def _values_of(choice: Choice) -> dict[str, Any]:
 # As text
 
 
-def as_text(plan: Plan) -> str:
-    """Return the plan as text, which is Markdown too: what is assumed, the recommendation, a table, and advice."""
+def as_text(plan: Plan, page: Path | None = None) -> str:
+    """Return the plan as text, which is Markdown too: what is assumed, the recommendation, a table, and advice.
+
+    Args:
+        page: the file of the plan's page, if there is one.
+    """
     best = plan.best(plan.length)
     parts = [_assumptions(plan), *(_nothing_fits(plan) if best is None else _recommended(plan, best))]
     if best is not None:
@@ -245,7 +249,7 @@ def as_text(plan: Plan) -> str:
         "Longest sequence that fits with --memory balanced and with any memory options, and tokens/s a device at each "
         "length:"
     )
-    parts += [_table(plan), *_advice(plan, best), PAGE]
+    parts += [_table(plan), *_advice(plan, best), PAGE if page is None else f"The page of this plan is {page}."]
     return "\n\n".join(part if part.startswith("    ") else _wrapped(part) for part in parts)
 
 
@@ -355,7 +359,10 @@ def _advice(plan: Plan, best: Choice | None) -> list[str]:
         return []
     lines = [plan.about_context(plan.length)]
     if best.shape.world_size > plan.machine.per_node:
-        lines.append("Run the command on every node, with RANK 0 on the first, and HOST that node's address.")
+        lines.append(
+            "Run the command on every node, with RANK 0 on the first, and HOST that node's address. Under SLURM, pass "
+            "what follows -m longctx.train to examples/slurm/several_nodes.sbatch."
+        )
     if (second := plan.best(plan.length, besides=best.shape.sp)) is not None:
         lines.append(f"Next best: {second.speed:,.0f} tokens/s a device with {flags_of(second)}")
     lines += [_other_engine(plan, best), _faster_kernel(plan, best)]

@@ -37,8 +37,11 @@ from longctx.sequence.mesh import ParallelDims
 WHOLE, TRUNK, BRANCH, PADDING = range(4)
 """Kinds of segments."""
 
-_UNREAD = ("inputs_embeds", "past_key_values", "cache", "pixel_values", "seq_idx")
-"""Inputs of transformers' models that nothing here reads."""
+_UNREAD = (
+    *("inputs_embeds", "past_key_values", "cache", "pixel_values", "seq_idx"),
+    *("seq_lengths", "cu_seqlens", "loss_mask", "completion_mask", "assistant_masks"),
+)
+"""Inputs of transformers' models, and keys of rows and of other collators' batches, that nothing here reads."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -299,7 +302,10 @@ def _check_inputs(batch: Mapping[str, Any]) -> None:
     if "token_type_ids" in batch and batch["token_type_ids"].any():
         unread.append("token_type_ids")
     if unread:
-        raise ValueError(f"the batch has {unread[0]}, which is not supported: only input_ids are cut. Leave it out.")
+        raise ValueError(
+            f"the batch has {unread[0]}, which is not supported: only input_ids, labels and position_ids (or "
+            "cu_seq_lens_q) are read. Leave it out, and say by these where documents begin and what is learnt."
+        )
 
 
 def _check_labels(layout: Layout, labels: NDArray[np.int64]) -> None:

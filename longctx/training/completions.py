@@ -44,6 +44,8 @@ COMPLETIONS_FILE = "completions.jsonl"
 MAX_NEW_TOKENS = 256
 SHOWN = 300
 """Characters of a prompt's end that are printed."""
+SHOWN_LINES = 12
+"""Lines of an answer that are printed."""
 
 
 class LogCompletions(TrainerCallback):
@@ -106,7 +108,7 @@ class LogCompletions(TrainerCallback):
             say(f"answers after step {state.global_step:,}, in {duration(time.perf_counter() - start)}")
             for entry in sampled:
                 show_row(Text(printable(ending(entry["prompt"])), "dim"))
-                show_row(Text(printable(answer_of(entry))))
+                show_row(Text(printable(_in_few_lines(answer_of(entry)))))
 
     def _write(self, folder: Path) -> None:
         try:
@@ -197,6 +199,12 @@ class _Growing:
         """Add a token to the answer at this place."""
         self._batch["input_ids"].view(-1)[self._next[place]] = token
         self._next[place] += 1
+
+
+def _in_few_lines(text: str) -> str:
+    """Return a text without blank lines, and with at most SHOWN_LINES."""
+    lines = [line for line in text.split("\n") if line.strip()]
+    return "\n".join(lines[:SHOWN_LINES] + ["…"] * (len(lines) > SHOWN_LINES)) or "(white space)"
 
 
 def ending(prompt: str) -> str:

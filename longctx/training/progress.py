@@ -113,7 +113,8 @@ class StepLines(TrainerCallback):
             steps, took = state.global_step - self._first_step, duration(logs["train_runtime"])
             show_row(Text())
             steps_taken = f"{steps:,} {'step' if steps == 1 else 'steps'} in {took}"
-            show([Line("trained", f"{steps_taken}, mean loss {logs['train_loss']:.4g}")])
+            over = f" over all {state.global_step:,} steps" if self._first_step else ""
+            show([Line("trained", f"{steps_taken}, mean loss {logs['train_loss']:.4g}{over}")])
         elif "eval_loss" in logs:
             show([Line("evaluated", f"after step {state.global_step:,}: {describe_evaluation(logs)}")])
         else:

@@ -356,6 +356,11 @@ class SequenceMixin(EvaluatingMixin):
         return torch.where(loss.isfinite(), loss, mean_running_loss(self)) if self._leaves_out_nonfinite else loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if num_items_in_batch is None:
+            raise ValueError(
+                f"{type(self).__name__} called compute_loss without num_items_in_batch, the label tokens of the step. "
+                "Pass on all arguments of your own compute_loss."
+            )
         if self._uncounted:
             self.sequence.count_experts(model, self._uncounted)
             self._uncounted = []

@@ -215,7 +215,7 @@ def test_pack_dataset_packs_over_all_documents() -> None:
 
 def test_pack_dataset_overlong_formats_and_dicts(tmp_path: Path) -> None:
     documents = small_dataset()
-    with pytest.raises(ValueError, match="--overlong truncate  cuts 6 of the 28 tokens"):
+    with pytest.raises(ValueError, match="--overlong truncate cuts 6 of the 28 tokens"):
         pack_dataset(documents, 4)
     assert sum(map(len, pack_dataset(documents, 4, overlong="truncate")["input_ids"])) == 28 - 6
     parts = pack_dataset(datasets.DatasetDict(train=documents, test=documents.select([0, 2])), 8)

@@ -226,12 +226,11 @@ DATA = {
         (
             "2 of 3 documents are longer than max_length = 20",
             "the longest is document 2 with 51",
-            "--overlong truncate  cuts 42 of the 93 tokens",
-            "--overlong drop      drops 2 documents with 82",
-            "--overlong split     makes 5 pieces of them, 0 tokens lost",
+            "--overlong truncate cuts 42 of the 93 tokens, drop leaves out 82 of them",
+            "split makes 5 pieces and loses none",
         ),
     ),
-    "too long, not packed": (lines(*TEXT), ["--max_length", "20", "--packing", "False"], ("2 of 3", "--overlong drop")),
+    "too long, not packed": (lines(*TEXT), ["--max_length", "20", "--packing", "False"], ("2 of 3", "drop leaves out")),
     "all labels masked": (lines(IDS | {"labels": [5, -100, -100, -100]}), [], ("every label is -100", "1 documents")),
     "too few labels": (lines(IDS | {"labels": [5, 6]}), [], ("2 entries", "has 4", "per token")),
     "malformed line": (

@@ -57,6 +57,19 @@ def numbers(log):
     return [{name: entry[name] for name in names if name in entry} for entry in log]
 
 
+class Forgetful(SequenceMixin, SFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+def test_a_loss_without_the_number_of_label_tokens_is_refused(tmp_path):
+    args = arguments(tmp_path, max_steps=1)
+    model, sequence = longctx.parallelize(tiny_model(), sp=1, device=args.device)
+    given = {"train_dataset": TEXTS, "processing_class": tiny_tokenizer(), "sequence": sequence}
+    with pytest.raises(ValueError, match=r"Forgetful called compute_loss without num_items_in_batch"):
+        Forgetful(model, args, **given).train()
+
+
 def test_a_trainer_of_ones_own_trains_evaluates_and_resumes(tmp_path):
     [one] = run_ranks(1, f"{__name__}:train", tmp_path / "one", 1)
     whole, _ = run_ranks(2, f"{__name__}:train", tmp_path / "two", 2)

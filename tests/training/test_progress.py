@@ -57,7 +57,7 @@ def test_a_file_has_one_plain_line_a_step_under_its_header():
     assert [len(line) for line in (lines[0], lines[2])] == [len(header)] * 2
     assert lines[0].split() == ["5/10", "7.346", "1.00", "2.0e-05", "12.3k", "3.09k", "5.0/24.0", "1.02", "0", "s"]
     assert lines[1::2] == [f"evaluated after step {step}: loss 1.5, in 1:15" for step in (5, 6)]
-    assert (empty, end) == ("", "trained   2 steps in 1:23:20, mean loss 2")
+    assert (empty, end) == ("", "trained   2 steps in 1:23:20, mean loss 2 over all 6 steps")
     assert follow(io.StringIO(), is_first=False) == ""
 
 

@@ -259,7 +259,8 @@ def _check_free(folder: Path, timeout: float) -> None:
         raise ValueError(
             f"--output_dir {folder}: another run writes there (process {record.pid} on {record.host}, started "
             f"{record.started}). Name another folder, or wait until it has ended; a run that was killed with its host "
-            f"counts as ended {timeout:g} s (--ddp_timeout) after its last step."
+            f"counts as ended {timeout:g} s (--ddp_timeout) after its last step. If you know that it has died, set a "
+            "lower --ddp_timeout."
         )
 
 
