@@ -16,6 +16,7 @@ Shape legend: T tokens that a router sees at a time, E experts, k experts of a t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -203,6 +204,11 @@ class Routers:
                 "before model.config.output_router_logits was set. Make the loss directly after its forward pass, and "
                 "compute others, such as a reference model's log-probabilities, before that pass or after the loss."
             )
+        if (found := _pass_before(loss)) is not None and found() is not batch:
+            raise ValueError(
+                "the routers' auxiliary loss is that of the model's last forward pass, and this loss is that of "
+                "another one. Make each loss directly after its forward pass."
+            )
         if len(batch.observed) < len(self.num_experts):
             raise ValueError(
                 f"the routers' auxiliary loss covers {len(self.num_experts)} routers, and only {len(batch.observed)} "
@@ -368,7 +374,24 @@ def _decoder_forward(routers: Routers, plain: Callable[..., Any], *args: Any, **
         return plain(*args, **kwargs)
     routers.check_output(kwargs.get("output_router_logits"))
     with routers.passing(context) as batch:
-        return plain(*args, **kwargs | {"output_router_logits": False, "micro_batch": batch})
+        output = plain(*args, **kwargs | {"output_router_logits": False, "micro_batch": batch})
+    if output[0].grad_fn is not None:
+        output[0].grad_fn.metadata[_PASS] = weakref.ref(batch)
+    return output
+
+
+_PASS, _NODES = "longctx_pass", 100
+
+
+def _pass_before(loss: Tensor) -> Callable[[], _MicroBatch | None] | None:
+    """Return a reference to the pass of the decoder that a loss was made of; None if its graph does not soon tell."""
+    nodes: list[Any] = [loss.grad_fn]
+    for node in nodes:
+        if node is not None and _PASS in node.metadata:
+            return node.metadata[_PASS]
+        if node is not None and len(nodes) < _NODES:
+            nodes += [before for before, _ in node.next_functions]
+    return None
 
 
 def _layer_forward(plain: Callable[..., Any], *args: Any, micro_batch: _MicroBatch | None = None, **kwargs: Any) -> Any:

@@ -201,6 +201,16 @@ def test_a_pass_without_gradients_between_a_pass_and_its_loss():
         assert loss_of(model, sequence, batch) > 0  # nothing is trained
 
 
+def test_a_pass_with_gradients_between_a_pass_and_its_loss():
+    batch = make_batch()
+    model, sequence = parallelize(make_model(), 1)
+    count, shard = sequence.count_label_tokens([batch]), sequence.shard(batch)
+    first, last = (model(**sequence.shard(batch).inputs).logits for _ in range(2))
+    with pytest.raises(ValueError, match=r"this loss is that of another one\. Make each loss directly after"):
+        sequence.loss(first, shard.shift_labels, count)
+    sequence.loss(last, shard.shift_labels, count).backward()
+
+
 def test_two_losses_of_one_pass():
     batch = make_batch()
     model, sequence = parallelize(make_model(), 1)
