@@ -169,7 +169,7 @@ def host_in_loading(model: Model, rank: int, num_ranks: int, *, on_host: bool = 
     shard = 4 * elements(model, 0, num_ranks) * on_host
     beside = BUFFER
     if model.is_converted:
-        beside = 4 * (model.numel if rank == 0 else max(map(prod, model.shapes.values())))
+        beside = 4 * (model.numel if rank == 0 else max(map(prod, model.shapes.values())) * on_host)
     return shard + beside + FIXED + MODULE * len(model.shapes)
 
 
