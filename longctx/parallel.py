@@ -63,7 +63,7 @@ class SequenceParallel:
         branch_obstacle: str | None = None,
     ):
         self.routers = routers
-        """Those of a mixture of experts."""
+        """The routers of a mixture of experts, or None."""
         self.branch_obstacle = branch_obstacle
         """Why batches cannot have documents with branches; None if they can."""
         self.dims, self.groups, self.device, self.time_of_plan = dims, groups, device, time_of_plan
@@ -72,12 +72,15 @@ class SequenceParallel:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
     def shard(self, batch: Mapping[str, Any]) -> ShardedBatch:
-        """Return this rank's part of a batch, on its device. Every rank of a sequence group passes the same batch.
+        """Return this rank's part of a batch, on its device.
+
+        Every rank of a sequence group passes the same batch. The first one is compared between the ranks, and those
+        that `count_label_tokens` has counted; without a count, later ones are not.
 
         Args:
             batch: `input_ids` and `labels` (not shifted) int64 [B, S], and `position_ids` [B, S] or a right-padded
                 `attention_mask` [B, S] or `cu_seq_lens_q`; as `SequenceCollator` makes it. B·S is a multiple of
-                `dims.multiple`. It has `layout` if a data loader's worker called `layout_of`. For the auxiliary loss of
+                `dims.multiple`. `layout` is optional: the result of `layout_of`. For the auxiliary loss of
                 a mixture of experts it says which tokens are padding: by `attention_mask`, or by `lengths`, the tokens
                 of each row.
 
@@ -251,7 +254,7 @@ class SequenceParallel:
         return self.gather_at_labels(log_probs, shard.layout) if gather else log_probs
 
     def token_outputs(self, model: nn.Module, shard: ShardedBatch, temperature: float = 1.0) -> TokenOutputs:
-        """Return those of this rank's tokens, whose losses may be weighted one by one; `is_top1` is None."""
+        """Return the `TokenOutputs` of this rank's tokens, whose losses may be weighted; `is_top1` is None."""
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature {temperature} is not above 0. Use the one that answers were sampled at.")
         options = {"token_outputs": True, "summed": False, "is_top1": False, "temperature": temperature}
@@ -340,10 +343,13 @@ def parallelize(
 ) -> tuple[PreTrainedModel, SequenceParallel]:
     """Put sequence-parallel attention into a model. Called by all ranks together, before the model is wrapped.
 
+    The ranks of a sequence group must hold the same weights, which is not checked: seed models that are not loaded.
+
     Args:
-        model: a causal language model of an allowed type; wrap it (FSDP2, DeepSpeed, DDP) afterwards.
+        model: a causal language model of an allowed type; wrap it (FSDP2, DeepSpeed, DDP) and compile it afterwards.
+            FSDP2, which wraps in place, may come before.
         sp: devices that share one sequence, of consecutive ranks. Above 1 it needs an initialised process group.
-        sp_backend: auto, or the name of a backend in `longctx.attention.backends`. `auto` takes the one with the least
+        sp_backend: auto, ulysses, ring, gather or hybrid. `auto` takes the one with the least
             modelled time, see `longctx.attention.choice`.
         ring_size: ring ranks of `hybrid`; the rest are Ulysses ranks.
         dp_replicate: copies of the sharded model.
@@ -351,15 +357,15 @@ def parallelize(
             first becomes this process's current one; without an index it is that of LOCAL_RANK.
         document_lengths: tokens of each document in a typical row, for `auto` and for `overlap_exchange`, the same on
             every rank; if None, one document as long as the model's context.
-        selective_checkpointing: whether activation checkpointing, once switched on, saves attention's output, one more
-            [1, T/P, H·D] a layer, instead of recomputing it, or the number of layers in which it does, the last ones
-            that are checkpointed. If None, only for a ring, whose messages would be sent again.
-        whole_layers: the last layers, which activation checkpointing leaves out.
-        offloaded_layers: the first checkpointed layers, whose checkpoints alone go to host memory where hooks such as
-            TRL's `OffloadActivations` send what autograd saves; if None, that of all layers goes. With
+        selective_checkpointing: if True, checkpointed layers save attention's output, [1, T/P, H·D] each, instead of
+            recomputing it; if a number, only the last so many of them do. If None, True for a ring, whose messages
+            would be sent again.
+        whole_layers: how many layers, from the last, are not checkpointed.
+        offloaded_layers: how many checkpointed layers, from the first, keep their checkpoints in host memory under
+            hooks such as TRL's `OffloadActivations`; all of them if None. With
             `sequence_chunk_size`, the first layers that keep attention's output in host memory and not on the device.
-        heads_k_stride: a rank's key/value heads that are sent and attended at a time; fewer take less memory and more
-            messages. If None, all, or a quarter of them for gather.
+        heads_k_stride: number of a rank's key/value heads that are sent and attended to at a time; fewer save memory
+            but cost messages. If None, all, or a quarter of them for gather.
         overlap_exchange: whether Ulysses and hybrid exchange some heads while they attend to others. If None, they do
             so where it is modelled to be faster, as over slow links.
         tiled_mlp_num_shards: tiles of tokens that every MLP works on one after the other, forward and backward, see

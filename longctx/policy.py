@@ -43,7 +43,7 @@ _REFUSED = {
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """Which loss `policy_loss` computes. Names and defaults are those of TRL's `GRPOConfig`.
+    """Which loss `policy_loss` computes. Names and defaults are those of TRL's `GRPOConfig`, except `normalization`.
 
     Raises:
         ValueError: for a loss that is not supported, or options that contradict each other.
@@ -235,7 +235,8 @@ def policy_loss(
 ) -> PolicyOutputs:
     """Return this rank's share of a step of GRPO, DAPO, CISPO and their like, and measures of every token.
 
-    A method of `SequenceParallel`. Every rank of a sequence group passes the same arguments, which is checked.
+    A method of `SequenceParallel`. Every rank of a sequence group passes the same arguments; tensors and labels are
+    compared.
 
     Args:
         model: the first result of `parallelize`, wrapped or not.
@@ -246,13 +247,13 @@ def policy_loss(
         counts: of the step, from `count_policy_step`.
         policy: the loss and its options.
         ref_log_probs: [B, S], of the reference model.
-        importance_sampling_ratio: [B, S], further weights of the losses without the KL divergence, for example for an
+        importance_sampling_ratio: [B, S], weights of the loss terms other than the KL divergence, for example for an
             inference engine that rounds differently.
         groups: int64 [documents] of this micro-batch, for `normalization="group"`.
 
     Raises:
-        ValueError: for shapes that do not fit the batch, values that stand where no label does, and ranks of a sequence
-            group that were given different values.
+        ValueError: for shapes that do not fit the batch, log-probabilities that stand where no label does, and ranks of
+            a sequence group that were given different values.
     """
     if policy.beta and ref_log_probs is None:
         raise ValueError(f"beta {policy.beta} needs ref_log_probs, the log-probabilities under the reference model.")

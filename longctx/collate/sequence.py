@@ -26,7 +26,9 @@ _MASKS = ("completion_mask", "assistant_masks")
 
 @dataclass(frozen=True)
 class SequenceCollator:
-    """Make a batch of packs or single documents that is exact under every attention implementation of transformers.
+    """Make a batch of packs or single documents on which every attention implementation of transformers is exact.
+
+    Recurrent layers of transformers may not be.
 
     In an HF Trainer set `remove_unused_columns=False`: it removes `seq_lengths` and the masks before they get
     here.
@@ -39,7 +41,7 @@ class SequenceCollator:
     """Token of padding, which no document attends to and which is no target."""
 
     pad_to_multiple_of: int = 1
-    """The length S is rounded up to a multiple of this (tokens): 2 * ring, the Ulysses degree, or both."""
+    """The length S is rounded up to a multiple of this, in tokens: `dims.multiple` of `parallelize`."""
 
     padding_free: bool = False
     """Whether all rows become one single row, so that only its end is padded."""

@@ -53,12 +53,12 @@ def load_records(
 
     Returns:
         A memory-mapped Dataset with at least the columns of one kind of record. Blank lines of JSON-lines
-        files are passed over wherever they stand; no other line is. Chats of JSON files are kept as JSON text
+        files are skipped; no other line is. Chats of JSON files are kept as JSON text
         (`datasets.Json`), from which `tokenize_records` reads every number and null as it was written.
 
     Raises:
         DataError: not found, unknown format, unreadable or malformed (with file and line), empty, no known
-            kind of record, several kinds in one data set, or no such split (with those there are).
+            kind of record, several kinds in one data set, or no such split (lists the splits).
     """
     splits = _local_splits(dataset_name, config, text_field, columns)
     if splits is None:

@@ -67,7 +67,7 @@ def tokenize_records(
     """Turn records into documents, with the tokens and masks TRL's SFTTrainer gives them.
 
     Text and completions end with the EOS token; chats go through the chat template; a completion starts where
-    the tokens of the prompt and of prompt+completion part; pre-tokenised records are checked and passed on.
+    the tokens of prompt+completion diverge from the prompt's; pre-tokenised records are checked and passed on.
     Nothing is truncated. The result is cached under the data set's fingerprint, the tokenizer and these
     options.
 
@@ -81,7 +81,7 @@ def tokenize_records(
             is replaced by TRL's training version of it.
         chat_template: used instead of the tokenizer's own.
         gives_turns: add `turn_ends` to the documents (conversations), for packing with overlong="turns".
-        num_proc: processes; None works in this one.
+        num_proc: worker processes; None for none.
         vocab_size: number of embeddings of the model, which token ids must be below; None checks only for
             negative ids.
         now: what chat templates are told if they ask for the time; None means the present.

@@ -107,4 +107,4 @@ def who_starts(num_processes: int, module: str = "longctx.train", *, only_one_st
             "accelerate starts one process on a machine without a GPU, whatever its num_processes says, so "
             f"{module} starts {num_processes}; --num_processes after -m {module} asks for more."
         )
-    return f"no launcher started {num_processes} processes, so {module} does."
+    return f"{module} starts {num_processes} processes, since no launcher did."

@@ -116,7 +116,7 @@ class RingPlan:
 
     @cached_property
     def rank_of_token(self) -> IntArray:
-        """int64 [T]: the ring's rank of each original token, to look at; `shard_tokens` cuts by `permutation`."""
+        """int64 [T]: the rank that holds each original token, for inspection; `shard_tokens` cuts by `permutation`."""
         rank = np.empty(self.num_tokens, np.int64)
         rank[self.permutation] = np.repeat(np.arange(self.world_size), self.num_tokens // self.world_size)
         return rank

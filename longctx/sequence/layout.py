@@ -238,7 +238,8 @@ class Layout:
     def work(self, sp_rank: int) -> float:
         """Return the query-key pairs that a rank computes, padding included.
 
-        With branches, a ring's rank has the same part of the pairs as of those by which the ring is planned.
+        With branches, a rank of a ring is taken to compute the same share of the pairs as in the plan, which counts a
+        branching document as one causal document.
         """
         documents, lengths = np.diff(self.cu_seqlens), np.diff(self.bounds)
         planned = int((documents * (documents + 1) // 2).sum())

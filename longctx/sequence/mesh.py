@@ -68,7 +68,7 @@ class ParallelDims:
 
     @property
     def multiple(self) -> int:
-        """What the length of a batch must be a multiple of: 2 × ring for zigzag pieces, × ulysses for equal shards."""
+        """What B·S must be a multiple of: 2 × ring for zigzag pieces if ring is above 1, × ulysses for equal shards."""
         return (2 * self.ring if self.ring > 1 else 1) * self.ulysses
 
     def dp_rank(self, rank: int) -> int:

@@ -68,7 +68,10 @@ class Objective:
         return outputs.losses, None
 
     def loss(self, terms: Any, counts: Any) -> Tensor:
-        """Return this rank's share of the step's loss, whose mean over all ranks is summed over micro-batches."""
+        """Return this rank's share of the step's loss.
+
+        Averaged over the ranks and added up over micro-batches, the shares are the loss.
+        """
         return self.sequence.reduce(terms, counts)
 
     def means(self, totals: Mapping[str, float]) -> Metrics:

@@ -70,7 +70,8 @@ class SequenceMixin(EvaluatingMixin):
     """Makes a trainer train on rows that are cut over sequence groups: `class Mine(SequenceMixin, SFTTrainer)`.
 
     It replaces the loss, the metrics, the order of the data and the checkpoints; what else a trainer does, such as
-    tokenising, stays. Logging, callbacks and steps can be overridden in `Mine`.
+    tokenising, stays. Logging, callbacks and steps can be overridden in `Mine`, and so can `compute_loss`: its `inputs`
+    are a `Shard`, it must pass on `num_items_in_batch`, and its outputs have no logits.
 
     Args:
         model: the first result of `longctx.parallelize`.

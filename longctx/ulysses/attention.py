@@ -35,7 +35,8 @@ def ulysses_attention(
     Args:
         q: [1, H, S/P, D], this rank's tokens.
         k, v: [1, K, S/P, D]; K < P is allowed, and the heads are then repeated.
-        cu_seqlens: int [n + 1], boundaries of the documents in the whole sequence, from 0 to S.
+        cu_seqlens: int [n + 1], boundaries of the n documents in the whole sequence, increasing from 0 to S; the same
+            on every rank.
         scale: factor of the scores before the softmax; 1/sqrt(D) if None.
         heads_k_stride: key/value heads of a rank that are exchanged and attended to at a time, see `HeadChunks`; all of
             them if None, or a few large groups with `overlap_exchange`.

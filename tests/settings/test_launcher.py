@@ -96,4 +96,4 @@ def test_nothing_heavy_is_imported():
 
 def test_who_starts_says_why():
     assert "accelerate starts one process" in who_starts(4, only_one_started=True)
-    assert who_starts(4, only_one_started=False) == "no launcher started 4 processes, so longctx.train does."
+    assert who_starts(4, only_one_started=False) == "longctx.train starts 4 processes, since no launcher did."

@@ -149,8 +149,8 @@ class ResumableMixin(SavingMixin):
             )
         elif before not in (None, now):
             said = (
-                f"is of a run of {before} steps, and this one has {now}: from here on its learning rates are those of "
-                "such a run."
+                f"is of a run of {before} steps, and this one has {now}: from here on, learning rates are those of a "
+                f"run of {now} steps."
             )
         else:
             return
