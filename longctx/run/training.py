@@ -21,6 +21,7 @@ from longctx.model.adapter import add_adapter
 from longctx.model.card import CARD_FILE, TrainedModel
 from longctx.model.load import count_parameters, count_trained_parameters, load_model, load_whole_config
 from longctx.ranks.agreement import broadcast_object
+from longctx.ranks.peers import current_peers
 from longctx.report.memory_advice import describe_memory
 from longctx.report.page import reported
 from longctx.run.dashboards import charts_go_on
@@ -175,6 +176,11 @@ def _marked(trainer: SequenceTrainer) -> Iterator[None]:
         yield
         if trainer.stop_on_signal.stopped_by is None:
             finished = trainer.state.global_step
+    except BaseException:
+        peers = current_peers()
+        if peers is not None and peers.rank > 0 and all(map(peers.has_ended, range(peers.rank))):
+            end(Path(trainer.args.output_dir))  # on behalf of rank 0, which has died
+        raise
     finally:
         if trainer.args.should_save:
             end(Path(trainer.args.output_dir), finished=finished)

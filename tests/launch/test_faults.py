@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from torch.utils.data._utils import worker
 from longctx.launch.failures import _has_timed_out, _is_consequence
 from longctx.launch.spawn import spawn
 from longctx.train import main
+from longctx.training.checkpoint.folder import RunRecord
 from tests.hosts import wait_until
 from tests.training.test_resume import values, weights
 from tests.training.test_training import COMMON, make_documents, write_jsonl
@@ -78,6 +80,23 @@ def lines_of_error(output):
 def test_a_killed_rank_ends_the_run_and_is_named(start, layout, flags):
     """As does the run of tests/launch/test_security_launch.py."""
     check_killed(start, *run(STARTS[start], [*flags, *layout, *SAVING], "kill 1 3"))
+
+
+def test_the_first_rank_that_is_left_gives_the_folder_free(flags, tmp_path):
+    """On another host, a run that resumes could not tell that rank 0 has died; here, no launcher ends rank 1."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    common = {"OMP_NUM_THREADS": "1", "FAULT": "kill 0 3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    command = [*OWN, "tests.faulty_train", *flags, *RING, *SAVING]
+    ranks = [
+        subprocess.Popen(command, env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=300) for rank in ranks] == [-signal.SIGKILL, 1]
+    assert RunRecord.read(tmp_path / "out").pid is None
+    assert (tmp_path / "out" / "checkpoint-2").is_dir()
 
 
 def check_killed(start, code, output, seconds, checkpoint="checkpoint-2"):
