@@ -92,7 +92,7 @@ def test_flags_that_a_page_names_exist(page):
         "accelerate": "config_file multi_gpu num_machines mixed_precision dynamo_backend deepspeed_multinode_launcher",
         "torchrun": "nproc_per_node nnodes rdzv_backend rdzv_id rdzv_endpoint max_restarts signals_to_handle "
         "shutdown_timeout",
-        "deepspeed": "no_ssh node_rank master_addr hostfile module",
+        "deepspeed": "no_ssh num_nodes num_gpus node_rank master_addr hostfile module",
         "slurm": "nodes ntasks gpus cpus time job signal requeue open wait distribution resv pty exclusive",
         "mkdocs": "strict",
         "docker and sky": "ipc env secret",

@@ -175,6 +175,7 @@ def test_accelerate_config_takes_the_machine_from_srun(monkeypatch):
     for name, value in (told | {"STEP_ID": "5", "NODEID": "1", "LOCALID": "0", "PROCID": "1"}).items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert launched_with("--accelerate_config=zero3") == {
+        "--num_processes": "16",
         "--num_machines": "2",
         "--machine_rank": "1",
         "--main_process_ip": "node3",
