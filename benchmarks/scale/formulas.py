@@ -157,7 +157,7 @@ def map_chunks(model: Model, rank: int, num_ranks: int) -> Iterator[tuple[int, i
 
 
 def host_in_loading(model: Model, rank: int, num_ranks: int, *, on_host: bool = True) -> int:
-    """Return a rank's host memory while it loads, above its imports.
+    """Return the peak of a rank's host memory while it loads, beyond what its imports take.
 
     Of a converted model, rank 0 has an fp32 copy, which it sends parameter by parameter. Pages of files that it has
     mapped, which the system can take back, are left out.

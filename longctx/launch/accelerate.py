@@ -56,11 +56,12 @@ def relaunch(
             )
         machines = {"num_machines": nodes, "machine_rank": step["GROUP_RANK"]}
         machines |= {"main_process_ip": step["MASTER_ADDR"], "main_process_port": step["MASTER_PORT"]}
-        import yaml
+        if not chosen:
+            import yaml
 
-        profile = yaml.safe_load(path.read_bytes()) or {}
-        if not chosen and "num_processes" in profile:
-            chosen = {"num_processes": nodes * (int(profile["num_processes"]) // int(profile.get("num_machines", 1)))}
+            profile = yaml.safe_load(path.read_bytes()) or {}
+            if total := profile.get("num_processes"):
+                chosen = {"num_processes": nodes * (int(total) // int(profile.get("num_machines") or 1))}
     machines |= {flag: values[flag] for flag in MACHINE_FLAGS if values[flag] is not None}
     if machines:  # else accelerate starts DeepSpeed's other nodes from the first one, by pdsh
         machines["deepspeed_multinode_launcher"] = "standard"

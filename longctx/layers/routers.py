@@ -339,13 +339,11 @@ def install_routers(model: PreTrainedModel) -> Routers | None:
     Call this after layers have been given another `forward`, and before the model is wrapped. A copy of the model
     watches its own routers. Calling this again replaces the first call.
     """
-    kind = router_class(model)
+    if (kind := router_class(model)) is None:
+        return None
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    by_layer: list[list[Any]] = []
-    if kind is not None:
-        by_layer = [[module for module in layer.modules() if isinstance(module, kind)] for layer in layers]
-        by_layer = [of_layer for of_layer in by_layer if of_layer]
-    if not by_layer:
+    found: list[list[Any]] = [[module for module in layer.modules() if isinstance(module, kind)] for layer in layers]
+    if not (by_layer := [of_layer for of_layer in found if of_layer]):
         return None
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     routers = Routers([of_layer[0] for of_layer in by_layer], model.config, world_size)
@@ -380,7 +378,10 @@ def _decoder_forward(routers: Routers, plain: Callable[..., Any], *args: Any, **
     return output
 
 
-_PASS, _NODES = "longctx_pass", 100
+_PASS = "longctx_pass"
+"""Key of an autograd node's metadata: the pass whose output the node made."""
+_NODES = 100
+"""Nodes of a loss's graph that are looked at, which reach over the head."""
 
 
 def _pass_before(loss: Tensor) -> Callable[[], _MicroBatch | None] | None:

@@ -108,7 +108,7 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
                 f"stopped by {stopped_by.name} after step {trainer.state.global_step}, whose checkpoint is in "
                 f"{folder}: --resume_from_checkpoint auto goes on from it"
             )
-        elif exactness.compared and resumed_at is None:  # else step 1 was another session's, perhaps on another layout
+        elif exactness.compared and resumed_at is None:  # else step 1 was another start's, perhaps on another layout
             show_result(*str(exactness).split(": ", 1))
     return trainer
 

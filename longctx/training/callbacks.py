@@ -177,7 +177,7 @@ class StopOnSignal(TrainerCallback):
         self.prints = prints
         self.stopped_by: signal.Signals | None = None
         self.received = 0
-        """The number of the signal that this rank has got; 0 for none."""
+        """The number of the signal that this rank has received; 0 for none."""
         self._step, self._step_seconds, self._since = 0, 0.0, 0.0
         self._before: dict[int, Any] = {}
 

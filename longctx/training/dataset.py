@@ -163,7 +163,8 @@ def _check_targets(part: TrainingData, settings: Mapping[str, Any], split: str) 
     """
     if not part.report.too_long_documents:
         return
-    for row in map(part.rows.__getitem__, range(len(part.rows))):
+    for number in range(len(part.rows)):
+        row = part.rows[number]
         labels = row.get("labels", row["input_ids"])
         if (labels[row["position_ids"] != 0] != IGNORE_INDEX).any():  # a document's first token is no target
             return
