@@ -165,9 +165,11 @@ class RingSchedule:
         """
         num_heads = k.shape[1]
         stride = heads_at_a_time(num_heads, self.heads_k_stride) if self.in_head_groups else num_heads
-        bounds = range(0, num_heads, stride)
-        groups = [[_heads(x, num_heads, at, at + stride) for x in (q, k, v, *of_queries)] for at in bounds]
-        travelling = (fuse(*(x[:, :, : self.longest_prefix] for x in group[1:3])) for group in groups)
+        groups = [[q, k, v, *of_queries]]
+        if stride < num_heads:
+            bounds = range(0, num_heads, stride)
+            groups = [[_heads(x, num_heads, at, at + stride) for x in groups[0]] for at in bounds]
+        travelling = (fuse(*(x.narrow(2, 0, self.longest_prefix) for x in group[1:3])) for group in groups)
         coming = self.send(next(travelling))
         for i, group in enumerate(groups):
             transport = coming

@@ -107,12 +107,17 @@ class PeerToPeer:
 
     def _exchange(self, send: tuple[Tensor, int], receive: tuple[Tensor, int]) -> list[dist.Work]:
         """Send a tensor to one rank while another is received, unless they are empty."""
-        operations = [
-            dist.P2POp(op, tensor, dist.get_global_rank(self.group, peer % len(self.prefixes)), self.group)
+        messages = [
+            (op, tensor, peer % len(self.prefixes))
             for op, (tensor, peer) in ((dist.isend, send), (dist.irecv, receive))
             if len(tensor)
         ]
-        return dist.batch_isend_irecv(operations) if operations else []
+        if self.kv.is_cuda and messages:  # NCCL needs both in one group
+            return dist.batch_isend_irecv(
+                [dist.P2POp(op, tensor, group=self.group, group_peer=peer) for op, tensor, peer in messages]
+            )
+        works = [op(tensor, None, self.group, 0, peer) for op, tensor, peer in messages]  # by ranks of the group
+        return [work for work in works if work is not None]
 
 
 @lru_cache(maxsize=8)
@@ -170,13 +175,13 @@ def _wait(works: list[dist.Work]) -> None:
 
 def fuse(k: Tensor, v: Tensor) -> Tensor:
     """Two [1, K, S, D] -> [S, 2, K, D]."""
-    return torch.stack((k[0].transpose(0, 1), v[0].transpose(0, 1)), dim=1)
+    return torch.stack((k.squeeze(0).transpose(0, 1), v.squeeze(0).transpose(0, 1)), dim=1)
 
 
 def split(kv: Tensor) -> tuple[Tensor, Tensor]:
     """[S, 2, K, D] -> two views [1, K, S, D]."""
-    k, v = kv.permute(1, 2, 0, 3)
-    return k[None], v[None]
+    k, v = kv.permute(1, 2, 0, 3).unsqueeze(1).unbind()
+    return k, v
 
 
 def check_shard(plan: RingPlan, q: Tensor, k: Tensor, v: Tensor) -> None:

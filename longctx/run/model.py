@@ -145,9 +145,11 @@ def _prepare_for_trainer(prepared: PreparedRun, model: PreTrainedModel) -> None:
     """Change the arguments, the model and the tokenizer as TRL's SFTTrainer does before it calls the Trainer."""
     args, template = prepared.args, prepared.run.settings["chat_template_path"]
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):  # one argument, two names
-        if given := getattr(args, name, None):
+        if hasattr(args, name):
             of_longctx = ("selective", "whole_layers", "offload")  # which longctx.parallelize carries out
-            setattr(args, name, {key: value for key, value in given.items() if key not in of_longctx})
+            given = {key: value for key, value in (getattr(args, name) or {}).items() if key not in of_longctx}
+            # Layers draw no random numbers, since dropout is refused.
+            setattr(args, name, {"use_reentrant": False, "preserve_rng_state": False, **given})
     if args.gradient_checkpointing and prepared.run.settings["use_peft"]:
         model.enable_input_require_grads()
     if template and is_template_file(template):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from longctx.upstream.accelerate_internals import start_on_gloo
-from longctx.upstream.deepspeed_internals import name_no_functions, start_deepspeed_on_gloo
+from longctx.upstream.deepspeed_internals import lighten_steps, start_deepspeed_on_gloo
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +105,7 @@ def configure_deepspeed(
     for name, size in _bucket_sizes(memory_options, model, zero["stage"]).items():
         if zero.get(name, "auto") == "auto":
             zero[name] = size
-    name_no_functions()
+    lighten_steps()
 
 
 def _bucket_sizes(memory_options: MemoryOptions, model: ModelSizes, zero_stage: int) -> Mapping[str, int]:

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -63,7 +62,13 @@ from longctx.training.objective import Objective
 from longctx.training.progress import print_lines
 from longctx.training.schedule import add_defaults
 from longctx.upstream.accelerate_internals import allow_meta, fsdp2_plugin, keep_sums_in_fp32
-from longctx.upstream.transformers_internals import average_running_loss, keep_mode, mean_running_loss
+from longctx.upstream.transformers_internals import (
+    average_running_loss,
+    keep_mode,
+    list_parameters,
+    mean_running_loss,
+    search_parameters,
+)
 
 
 class SequenceMixin(EvaluatingMixin):
@@ -138,8 +143,6 @@ class SequenceMixin(EvaluatingMixin):
         self._warned: set[str] = set()
         """Names of the warnings of memory that were given, each of which is given once."""
         self._outputs_checked = False
-        self._weights: Any = None
-        """Has the model's `parameters`, listed once, so that clipping does not search all modules in every step."""
         self.has_seen_labels = False
         """Whether any step so far, including those before resuming, had a token with a label. All ranks agree on it."""
         self._stream: StreamLoader | None = None
@@ -207,6 +210,8 @@ class SequenceMixin(EvaluatingMixin):
         zero: Any = getattr(self.model_wrapped, "optimizer", None)
         if hasattr(zero, "check_grad_overflow"):  # ZeRO-1 and 2 would not check in fp32; ZeRO-3 always does
             zero.check_grad_overflow = True
+        if not self.is_deepspeed_enabled and (fsdp2_plugin(self.accelerator) or not self.is_fsdp_enabled):
+            list_parameters(self.model_wrapped)
         check_before_training(self, self._nonfinite_from_start)
         self.step_metrics.start()
         return prepared
@@ -233,11 +238,6 @@ class SequenceMixin(EvaluatingMixin):
         """Evaluate. Before any training, this wraps the model."""
         with self._wrapping():
             return super().evaluation_loop(*args, **kwargs)
-
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        if self._weights is None:
-            self._weights = SimpleNamespace(parameters=[*model.parameters()].copy)
-        return super()._clip_grad_norm(self._weights)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
         """Return the norm, the same on all ranks, after handling a NaN or infinite one before the weights change.
@@ -412,12 +412,13 @@ class SequenceMixin(EvaluatingMixin):
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train, then read the peaks of memory. Called by all ranks together."""
-        self._coming = self._weights = None
+        self._coming = None
         try:
             output = super().train(*args, **kwargs)
         finally:
             clock.stop()
             self.stop_on_signal.restore_handlers()
+            search_parameters(self.model_wrapped)
         self.step_metrics.read_memory()
         return output
 

@@ -55,6 +55,20 @@ def keep_mode(model: Any) -> None:
     model.train = lambda mode=True: model if model.training == mode else train(mode)
 
 
+def list_parameters(model: Any) -> None:
+    """Let `model.parameters()` take them from a list, until `search_parameters`. None may be replaced meanwhile.
+
+    The Trainer asks to reset gradients and to clip them, accelerate once more, and torch searches all modules.
+    """
+    search, found = model.parameters, [*model.parameters()]
+    model.parameters = lambda recurse=True: iter(found) if recurse else search(recurse)
+
+
+def search_parameters(model: Any) -> None:
+    """Let `model.parameters()` search all modules, as it does in torch."""
+    vars(model).pop("parameters", None)
+
+
 # Activation checkpointing
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.host_time import turns as turns_module
 from benchmarks.host_time.__main__ import main
-from benchmarks.host_time.page import figures, ratios
+from benchmarks.host_time.page import figures, ratio, ratios
 from benchmarks.host_time.race import HERE, LOG_STEPS, TRL, Case, Turns
 from benchmarks.host_time.turns import Contestant
 
@@ -75,7 +75,7 @@ def rows_of(case, **contestants):
     return [row for row, _ in rows], [line for _, said in rows for line in said]
 
 
-def test_ratios_are_of_blocks_beside_each_other_and_goals_stand_beside_them() -> None:
+def test_ratios_have_quartiles_of_blocks_and_goals_stand_beside_them() -> None:
     case = Case("sp 1", "full", 1)
     trainers = {HERE: turns_of(calls=110, seconds=0.9), "abc": turns_of(calls=150), TRL: turns_of()}
     rows, said = rows_of(case, **trainers)
@@ -88,6 +88,12 @@ def test_ratios_are_of_blocks_beside_each_other_and_goals_stand_beside_them() ->
     assert next(figures(case, trainers)) == (
         "| sp 1 | full | 1 | longctx | 110 | 100 | 10 | 1800.0 | 1800.0 | 9000.0 | 500.0 |"
     )
+
+
+def test_a_pause_that_most_blocks_lack_counts() -> None:
+    ours, theirs = (turns_of().timed * 4 for _ in range(2))
+    theirs[5] = [rank | {"thread": 41.0} for rank in theirs[5]]  # 40 s more than the 160 s of all steps
+    assert ratio(ours, theirs, "thread") == (pytest.approx(160 / 200), 1.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ def train(folder, sp, resume_from=None, accumulation=2):
         model, args, train_dataset=TEXTS, eval_dataset=TEXTS, processing_class=tiny_tokenizer(), sequence=sequence
     )
     trainer.train(resume_from_checkpoint=resume_from)
+    assert "parameters" not in vars(trainer.model_wrapped), "they may change after the training"
     return trainer.state.log_history
 
 

@@ -219,13 +219,23 @@ Operator: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 def count_backward(out: Tensor) -> Tensor:
-    """Return an operator's `out`. While somebody measures, its backward pass is shown and counted as attention's."""
+    """Return an operator's `out`. While somebody measures, its backward pass is shown and counted as attention's.
+
+    The graph of a checkpointed layer's second run is not used for that: its saved tensors go to that of the first run.
+    """
     node = out.grad_fn
-    if node is not None and (clock.is_running or profiler._is_profiler_enabled):
+    is_measured = clock.is_running or profiler._is_profiler_enabled
+    if node is not None and is_measured and not _is_second_run():
         backward = region("attention backward", "attention")
         node.register_prehook(lambda grads: backward.__enter__())
         node.register_hook(lambda *grads: backward.__exit__())
     return out
+
+
+def _is_second_run() -> bool:
+    """Whether a checkpoint that is not reentrant runs a layer again, in a backward pass and with hooks of its own."""
+    autograd = torch._C._autograd
+    return torch._C._current_graph_task_id() != -1 and autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 class Kernel:
