@@ -45,14 +45,20 @@ def with_names(function: FunctionType, names: Mapping[str, Any]) -> FunctionType
     return copy
 
 
+# Both of these hold for a copy of the model, too: `copy.deepcopy` copies what a partial function holds.
+
+
 def keep_mode(model: Any) -> None:
     """Let `model.train()` and `eval()` return at once if the model is in that mode, as all of its modules then are.
 
     transformers' Trainer sets the mode in each micro-batch, and torch visits every module.
     """
-    train = model.train
-    train(model.training)
-    model.train = lambda mode=True: model if model.training == mode else train(mode)
+    model.train(model.training)
+    model.train = partial(_in_mode, model, model.train)
+
+
+def _in_mode(model: Any, train: Callable[[bool], Any], mode: bool = True) -> Any:
+    return model if model.training == mode else train(mode)
 
 
 def list_parameters(model: Any) -> None:
@@ -60,8 +66,11 @@ def list_parameters(model: Any) -> None:
 
     The Trainer asks to reset gradients and to clip them, accelerate once more, and torch searches all modules.
     """
-    search, found = model.parameters, [*model.parameters()]
-    model.parameters = lambda recurse=True: iter(found) if recurse else search(recurse)
+    model.parameters = partial(_listed, [*model.parameters()], model.parameters)
+
+
+def _listed(parameters: list[Any], search: Callable[[bool], Iterator[Any]], recurse: bool = True) -> Iterator[Any]:
+    return iter(parameters) if recurse else search(recurse)
 
 
 def search_parameters(model: Any) -> None:

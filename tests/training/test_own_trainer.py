@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from datasets import Dataset, IterableDataset
 from transformers import Trainer
@@ -11,6 +13,7 @@ import longctx
 from longctx.model.tiny import tiny_model, tiny_tokenizer
 from longctx.training.checkpoint.files import CheckpointError
 from longctx.training.trainer import SequenceMixin
+from longctx.upstream.transformers_internals import keep_mode, list_parameters
 from tests.workers import run_ranks
 
 TEXTS = Dataset.from_dict({"text": [letter * (200 + 90 * number) for number, letter in enumerate("abcdef")]})
@@ -56,6 +59,19 @@ def numbers(log):
     """The losses and norms of a log, and the entry of `Mine`."""
     names = ("step", "loss", "grad_norm", "eval_loss", "mine")
     return [{name: entry[name] for name in names if name in entry} for entry in log]
+
+
+def test_a_copy_of_a_model_has_a_mode_and_parameters_of_its_own():
+    model = tiny_model()
+    keep_mode(model)
+    list_parameters(model)
+    copied = copy.deepcopy(model)
+    assert all(one is other for one, (_, other) in zip(copied.parameters(), copied.named_parameters(), strict=True))
+    assert not {*copied.parameters()} & {*model.parameters()}
+    assert [*copied.parameters(recurse=False)] == []
+    was = model.training
+    copied.train(not was)
+    assert (model.training, copied.training, copied.get_decoder().training) == (was, not was, not was)
 
 
 class Forgetful(SequenceMixin, SFTTrainer):
