@@ -67,7 +67,6 @@ from longctx.upstream.transformers_internals import (
     keep_mode,
     list_parameters,
     mean_running_loss,
-    search_parameters,
 )
 
 
@@ -418,7 +417,7 @@ class SequenceMixin(EvaluatingMixin):
         finally:
             clock.stop()
             self.stop_on_signal.restore_handlers()
-            search_parameters(self.model_wrapped)
+            self.model_wrapped.__dict__.pop("parameters", None)  # of list_parameters
         self.step_metrics.read_memory()
         return output
 

@@ -62,7 +62,7 @@ def _in_mode(model: Any, train: Callable[[bool], Any], mode: bool = True) -> Any
 
 
 def list_parameters(model: Any) -> None:
-    """Let `model.parameters()` take them from a list, until `search_parameters`. None may be replaced meanwhile.
+    """Let `model.parameters()` take them from a list, until the attribute is deleted. None may be replaced meanwhile.
 
     The Trainer asks to reset gradients and to clip them, accelerate once more, and torch searches all modules.
     """
@@ -71,11 +71,6 @@ def list_parameters(model: Any) -> None:
 
 def _listed(parameters: list[Any], search: Callable[[bool], Iterator[Any]], recurse: bool = True) -> Iterator[Any]:
     return iter(parameters) if recurse else search(recurse)
-
-
-def search_parameters(model: Any) -> None:
-    """Let `model.parameters()` search all modules, as it does in torch."""
-    vars(model).pop("parameters", None)
 
 
 # Activation checkpointing
