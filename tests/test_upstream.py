@@ -35,7 +35,6 @@ ATTRIBUTES = {
     "_C": ("torch", "the two names below it"),
     "_autograd": ("torch._C", "saved-tensor hooks that are already set"),
     "_top_saved_tensors_default_hooks": ("torch._C._autograd", "the operator packs what it saves as others do"),
-    "_current_graph_task_id": ("torch._C", "a layer that runs again inside of a backward pass"),
     "_is_profiler_enabled": ("torch.autograd.profiler", "named regions cost nothing while nobody traces"),
     "_version": ("torch:Tensor", "labels that were changed in place are counted anew"),
     # torch: modules and optimizers
@@ -94,7 +93,6 @@ ROOM = {
     "deepspeed.runtime.engine:DeepSpeedEngine": {"step"},
     "deepspeed.runtime.zero.linear": {"LinearFunctionForZeroStage3"},
     "deepspeed.runtime.zero.partition_parameters": {"ds_id", "ds_tensor", "print_rank_0"},
-    "deepspeed.runtime.zero.stage3": {"print_rank_0"},
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": {
         *("_get_param_partition_rank", "_swappable_optimizer_subgroup", "checkpoint_event_prologue", "get_param_id"),
         *("fp32_partitioned_groups_flat", "grad_position", "invalidate_secondary_tensor", "_z3_optimizer"),

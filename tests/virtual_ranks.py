@@ -57,25 +57,20 @@ def on_virtual_ranks(num_ranks: int, function: Callable[[int, dist.ProcessGroup]
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # names of groups are a thread's own
     store = dist.HashStore()
 
-    def box_of(is_sent: bool, peer: int, group: Any) -> queue.Queue[Tensor]:
-        rank, name = dist.get_rank(), group.group_name
-        way = (rank, peer) if is_sent else (peer, rank)
-        number = next(numbers[str(is_sent), name, *way])  # messages match in the order of their posting
-        return boxes[name, *way, number]
-
-    def send(tensor: Tensor, to: Any, group: Any, tag: int, peer: int) -> Any:
-        box_of(True, dist.get_global_rank(group, peer), group).put(tensor.clone())
-        return _Sent()
-
-    def receive(buffer: Tensor, source: Any, group: Any, tag: int, peer: int) -> Any:
-        return _Receipt(box_of(False, dist.get_global_rank(group, peer), group), buffer)
-
     def exchange(operations: Sequence[dist.P2POp]) -> list[Any]:
-        calls = {isend: send, irecv: receive}
-        return [calls[one.op](one.tensor, None, one.group, one.tag, one.group_peer) for one in operations]
-
-    isend, irecv = dist.isend, dist.irecv
-    on_host = {} if torch.cuda.is_available() else {"isend": send, "irecv": receive}  # whose messages are not grouped
+        works: list[Any] = []
+        for operation in operations:
+            is_sent, rank = operation.op is dist.isend, dist.get_rank()
+            way = (rank, operation.peer) if is_sent else (operation.peer, rank)
+            name = operation.group.group_name
+            number = next(numbers[operation.op.__name__, name, *way])  # messages match in the order of their posting
+            box = boxes[name, *way, number]
+            if is_sent:
+                box.put(operation.tensor.clone())
+                works.append(_Sent())
+            else:
+                works.append(_Receipt(box, operation.tensor))
+        return works
 
     def be(rank: int) -> None:
         try:
@@ -90,7 +85,7 @@ def on_virtual_ranks(num_ranks: int, function: Callable[[int, dist.ProcessGroup]
                 dist.destroy_process_group()
 
     try:
-        with mock.patch.multiple(dist, batch_isend_irecv=exchange, **on_host):
+        with mock.patch.object(dist, "batch_isend_irecv", exchange):
             threads = [threading.Thread(target=be, args=(rank,), daemon=True) for rank in range(num_ranks)]
             for thread in threads:
                 thread.start()

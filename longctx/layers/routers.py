@@ -379,9 +379,9 @@ def _decoder_forward(routers: Routers, plain: Callable[..., Any], *args: Any, **
 
 
 _PASS = "longctx_pass"
-"""Key of an autograd node's metadata: the pass whose output the node made."""
+"""Key in an autograd node's metadata for the forward pass whose output the node computed."""
 _NODES = 100
-"""Nodes of a loss's graph that are looked at, which reach over the head."""
+"""Most nodes of a loss's graph that are searched for it, enough to get past the head."""
 
 
 def _pass_before(loss: Tensor) -> Callable[[], _MicroBatch | None] | None:

@@ -165,10 +165,8 @@ class RingSchedule:
         """
         num_heads = k.shape[1]
         stride = heads_at_a_time(num_heads, self.heads_k_stride) if self.in_head_groups else num_heads
-        groups = [[q, k, v, *of_queries]]
-        if stride < num_heads:
-            bounds = range(0, num_heads, stride)
-            groups = [[_heads(x, num_heads, at, at + stride) for x in groups[0]] for at in bounds]
+        bounds = range(0, num_heads, stride)
+        groups = [[_heads(x, num_heads, at, at + stride) for x in (q, k, v, *of_queries)] for at in bounds]
         travelling = (fuse(*(x.narrow(2, 0, self.longest_prefix) for x in group[1:3])) for group in groups)
         coming = self.send(next(travelling))
         for i, group in enumerate(groups):
@@ -218,5 +216,7 @@ class RingSchedule:
 
 def _heads(x: Tensor, num_key_value_heads: int, start: int, stop: int) -> Tensor:
     """Return the heads of x [1, H or K, S(, D)] that belong to key/value heads start..stop-1."""
+    if stop - start >= num_key_value_heads:
+        return x
     share = x.shape[1] // num_key_value_heads
     return x[:, start * share : stop * share]

@@ -107,17 +107,12 @@ class PeerToPeer:
 
     def _exchange(self, send: tuple[Tensor, int], receive: tuple[Tensor, int]) -> list[dist.Work]:
         """Send a tensor to one rank while another is received, unless they are empty."""
-        messages = [
-            (op, tensor, peer % len(self.prefixes))
+        operations = [
+            dist.P2POp(op, tensor, group=self.group, group_peer=peer % len(self.prefixes))
             for op, (tensor, peer) in ((dist.isend, send), (dist.irecv, receive))
             if len(tensor)
         ]
-        if self.kv.is_cuda and messages:  # NCCL needs both in one group
-            return dist.batch_isend_irecv(
-                [dist.P2POp(op, tensor, group=self.group, group_peer=peer) for op, tensor, peer in messages]
-            )
-        works = [op(tensor, None, self.group, 0, peer) for op, tensor, peer in messages]  # by ranks of the group
-        return [work for work in works if work is not None]
+        return dist.batch_isend_irecv(operations) if operations else []
 
 
 @lru_cache(maxsize=8)

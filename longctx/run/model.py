@@ -148,7 +148,7 @@ def _prepare_for_trainer(prepared: PreparedRun, model: PreTrainedModel) -> None:
         if hasattr(args, name):
             of_longctx = ("selective", "whole_layers", "offload")  # which longctx.parallelize carries out
             given = {key: value for key, value in (getattr(args, name) or {}).items() if key not in of_longctx}
-            # Layers draw no random numbers, since dropout is refused.
+            # No RNG state has to be restored: dropout is refused, and nothing else in a layer is random.
             setattr(args, name, {"use_reentrant": False, "preserve_rng_state": False, **given})
     if args.gradient_checkpointing and prepared.run.settings["use_peft"]:
         model.enable_input_require_grads()

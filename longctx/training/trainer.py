@@ -210,6 +210,7 @@ class SequenceMixin(EvaluatingMixin):
         if hasattr(zero, "check_grad_overflow"):  # ZeRO-1 and 2 would not check in fp32; ZeRO-3 always does
             zero.check_grad_overflow = True
         if not self.is_deepspeed_enabled and (fsdp2_plugin(self.accelerator) or not self.is_fsdp_enabled):
+            # FSDP1 replaces parameters, and ZeRO's engine does not ask the model for them.
             list_parameters(self.model_wrapped)
         check_before_training(self, self._nonfinite_from_start)
         self.step_metrics.start()

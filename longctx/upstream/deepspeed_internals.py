@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable
-from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,35 +33,36 @@ def start_deepspeed_on_gloo() -> None:
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
 
 
-@cache
 def lighten_steps() -> None:
-    """Spare the host a quarter of a ZeRO-3 step's calls, which name, look up and compose what nobody reads.
+    """Skip a quarter of the function calls of a ZeRO-3 step, whose results are not used.
 
-    - Functions are not named for Nsight, as DeepSpeed does itself for compiled models. `--profile` shows longctx's own
-      regions.
-    - A message that is not to be printed does not ask for the rank.
-    - Signatures of autograd functions are known. torch would make each anew in every call. ZeRO-3 has two functions for
-      each module, which it defines in its first forward pass, and one for all linear layers.
+    - ZeRO does not name its functions for Nsight, which DeepSpeed switches off itself for compiled models. `--profile`
+      shows longctx's own regions.
+    - Debug messages, which are not printed, no longer ask for the rank.
+    - The signatures of ZeRO-3's autograd functions are stored, since torch would compose them in every call. ZeRO-3
+      defines two functions for each module in its first forward pass, and one for all linear layers.
     """
-    from deepspeed.runtime.zero import linear, partition_parameters, stage3
+    from deepspeed.runtime.zero import linear, partition_parameters
     from deepspeed.utils import nvtx
     from torch.autograd import Function
 
     nvtx.enable_nvtx = False
-    for module in (partition_parameters, stage3):
-        module.print_rank_0 = partial(_print_if_asked, module.print_rank_0)
+    partition_parameters.print_rank_0 = _print_rank_0
 
-    def know_signature(cls: type, **kwargs: Any) -> None:
+    def store_signature(cls: type, **kwargs: Any) -> None:
         if cls.__module__.startswith("deepspeed."):
             cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
 
-    know_signature(linear.LinearFunctionForZeroStage3)
-    Function.__init_subclass__ = classmethod(know_signature)  # type: ignore[assignment]
+    store_signature(linear.LinearFunctionForZeroStage3)
+    Function.__init_subclass__ = classmethod(store_signature)  # type: ignore[assignment]
 
 
-def _print_if_asked(print_rank_0: Callable[..., None], message: str, debug: bool = False, force: bool = False) -> None:
-    if debug or force:
-        print_rank_0(message, debug, force)
+def _print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:
+    """DeepSpeed's function of this name, which asks for the rank before it looks at `debug` and `force`."""
+    import deepspeed.comm as dist
+
+    if (debug or force) and dist.get_rank() == 0:
+        print(message)
 
 
 def gather_once(module: nn.Module) -> None:

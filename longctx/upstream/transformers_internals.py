@@ -45,7 +45,7 @@ def with_names(function: FunctionType, names: Mapping[str, Any]) -> FunctionType
     return copy
 
 
-# Both of these hold for a copy of the model, too: `copy.deepcopy` copies what a partial function holds.
+# `copy.deepcopy` copies what a `partial` holds, so that a copy of the model gets functions of its own.
 
 
 def keep_mode(model: Any) -> None:
@@ -62,9 +62,10 @@ def _in_mode(model: Any, train: Callable[[bool], Any], mode: bool = True) -> Any
 
 
 def list_parameters(model: Any) -> None:
-    """Let `model.parameters()` take them from a list, until the attribute is deleted. None may be replaced meanwhile.
+    """Make `model.parameters()` read a list, until the attribute is deleted. No parameter may be replaced meanwhile.
 
-    The Trainer asks to reset gradients and to clip them, accelerate once more, and torch searches all modules.
+    The Trainer and accelerate call it three times a step, to clip gradients and to reset them. Each time, torch would
+    search all modules.
     """
     model.parameters = partial(_listed, [*model.parameters()], model.parameters)
 

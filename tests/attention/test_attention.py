@@ -319,7 +319,7 @@ def delayed():
 
         return delayed_call
 
-    for name in ("isend", "irecv", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"):
+    for name in ("batch_isend_irecv", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"):
         setattr(dist, name, late(getattr(dist, name)))
     lengths = padded(PACKS["mixed"], 2 * dist.get_world_size())
     return {

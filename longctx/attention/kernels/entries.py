@@ -219,23 +219,13 @@ Operator: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 def count_backward(out: Tensor) -> Tensor:
-    """Return an operator's `out`. While somebody measures, its backward pass is shown and counted as attention's.
-
-    The graph of a checkpointed layer's second run is not used for that: its saved tensors go to that of the first run.
-    """
+    """Return an operator's `out`. While somebody measures, its backward pass is shown and counted as attention's."""
     node = out.grad_fn
-    is_measured = clock.is_running or profiler._is_profiler_enabled
-    if node is not None and is_measured and not _is_second_run():
+    if node is not None and (clock.is_running or profiler._is_profiler_enabled):
         backward = region("attention backward", "attention")
         node.register_prehook(lambda grads: backward.__enter__())
         node.register_hook(lambda *grads: backward.__exit__())
     return out
-
-
-def _is_second_run() -> bool:
-    """Whether a checkpoint that is not reentrant runs a layer again, in a backward pass and with hooks of its own."""
-    autograd = torch._C._autograd
-    return torch._C._current_graph_task_id() != -1 and autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 class Kernel:

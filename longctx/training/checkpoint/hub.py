@@ -152,7 +152,7 @@ class PushingMixin(Trainer):
             logger.warning("%s is not written: %s", path, error)
 
     def best_evaluation(self) -> BestEvaluation | None:
-        """Return the best evaluation by --metric_for_best_model, or by the loss; None if there was none."""
+        """Return the best evaluation by --metric_for_best_model, or by the loss; None before the first evaluation."""
         args, state = self.args, self.state
         name = f"eval_{(args.metric_for_best_model or 'loss').removeprefix('eval_')}"
         if args.load_best_model_at_end and state.best_metric is not None:
