@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from longctx.model.tiny import tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 TOKENIZER = tiny_tokenizer()
-NAMES = itertools.count()
 
 
 def cases(number: int):
@@ -30,7 +28,7 @@ def cases(number: int):
 
 def write(folder: Path, suffix: str, data: bytes) -> Path:
     """A file with a name of its own, since `datasets` caches by name."""
-    path = folder / f"{next(NAMES)}{suffix}"
+    path = folder / f"{len([*folder.iterdir()])}{suffix}"
     path.write_bytes(data)
     return path
 
