@@ -61,7 +61,7 @@ from longctx.training.nonfinite import meet_nonfinite
 from longctx.training.objective import Objective
 from longctx.training.progress import print_lines
 from longctx.training.schedule import add_defaults
-from longctx.upstream.accelerate_internals import allow_meta, fsdp2_plugin, keep_sums_in_fp32
+from longctx.upstream.accelerate_internals import allow_meta, fsdp2_plugin, keep_sums_in_fp32, update_shards
 from longctx.upstream.transformers_internals import (
     average_running_loss,
     keep_mode,
@@ -212,6 +212,7 @@ class SequenceMixin(EvaluatingMixin):
         if not self.is_deepspeed_enabled and (fsdp2_plugin(self.accelerator) or not self.is_fsdp_enabled):
             # FSDP1 replaces parameters, and ZeRO's engine does not ask the model for them.
             list_parameters(self.model_wrapped)
+            update_shards(self.optimizer)
         check_before_training(self, self._nonfinite_from_start)
         self.step_metrics.start()
         return prepared

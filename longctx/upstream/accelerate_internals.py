@@ -150,6 +150,28 @@ def keep_sums_in_fp32(accelerator: Accelerator) -> None:
         plugin.mixed_precision_policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)
 
 
+def update_shards(optimizer: Any) -> None:
+    """Make torch's Adam and AdamW compute on FSDP2's shards themselves, which they update number by number.
+
+    Through DTensor, the update takes most of its time to find out how its operands are placed. States stay DTensors.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    adam = without_wrappers(optimizer)
+    if not isinstance(adam, torch.optim.Adam):
+        return
+    collect = partial(type(adam)._init_group, adam)
+
+    def collect_shards(group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        has_complex = collect(group, *lists)
+        for tensors in lists:
+            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return has_complex
+
+    adam._init_group = collect_shards
+
+
 def without_wrappers(optimizer: Any) -> Any:
     """Return the engine's or torch's optimizer from accelerate's wrappers."""
     while type(optimizer).__module__.startswith("accelerate."):
