@@ -14,9 +14,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
+from longctx.upstream.accelerate_internals import update_shards
 from longctx.upstream.transformers_internals import enable_checkpointing
+from tests.workers import run_ranks
 
 PACKAGE = Path(__file__).parents[1] / "longctx"
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.resolve().is_relative_to(PACKAGE)]
@@ -105,6 +111,8 @@ ROOM = {
     "deepspeed.utils.tensor_fragment": {"hp_fragment_address", "lp_fragment_address"},
     "deepspeed.utils.z3_leaf_module": {"_z3_leaf"},
     "torch.distributed.fsdp:FullyShardedDataParallel": {"_handle"},
+    "torch.distributed.tensor:DTensor": {"_local_tensor"},
+    "torch.optim:Adam": {"_init_group"},
     "torch.distributed.fsdp._flat_param:FlatParameter": {"_params", "_shapes", "_shard_param_infos"},
 }
 """What longctx/upstream/ reads, replaces or sets, whose docstrings say why, by `module` or `module:Class`."""
@@ -238,3 +246,25 @@ def test_checkpointing_has_another_name_before_transformers_5_23(name):
     given = {}
     enable_checkpointing(SimpleNamespace(**{name: given.update}), every_n_layers=2)
     assert given == {"every_n_layers": 2}
+
+
+def on_two_ranks():
+    """Update the same shards with and without DTensor; the bias of rank 1 is empty."""
+    weights = []
+    for own in (update_shards, lambda optimizer: None):
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(6, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        own(optimizer)
+        for step in range(3):
+            model(torch.arange(12.0).view(2, 6) + step).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        assert sum(isinstance(value, DTensor) for value in states) == 4
+        weights.append([weight.full_tensor() for weight in model.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
+def test_adam_updates_shards_as_through_dtensor():
+    run_ranks(2, f"{__name__}:on_two_ranks")

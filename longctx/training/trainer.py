@@ -212,6 +212,7 @@ class SequenceMixin(EvaluatingMixin):
         if not self.is_deepspeed_enabled and (fsdp2_plugin(self.accelerator) or not self.is_fsdp_enabled):
             # FSDP1 replaces parameters, and ZeRO's engine does not ask the model for them.
             list_parameters(self.model_wrapped)
+        if fsdp2_plugin(self.accelerator):
             update_shards(self.optimizer)
         check_before_training(self, self._nonfinite_from_start)
         self.step_metrics.start()

@@ -151,12 +151,11 @@ def keep_sums_in_fp32(accelerator: Accelerator) -> None:
 
 
 def update_shards(optimizer: Any) -> None:
-    """Make torch's Adam and AdamW compute on FSDP2's shards themselves, which they update number by number.
+    """Make torch's Adam and AdamW update FSDP2's shards as plain tensors. Their states stay DTensors.
 
-    Through DTensor, the update takes most of its time to find out how its operands are placed. States stay DTensors.
+    They update each number by itself. DTensor would find out in each step, for each tensor, how the result is placed.
     """
     import torch
-    from torch.distributed.tensor import DTensor
 
     adam = without_wrappers(optimizer)
     if not isinstance(adam, torch.optim.Adam):
@@ -166,7 +165,7 @@ def update_shards(optimizer: Any) -> None:
     def collect_shards(group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex = collect(group, *lists)
         for tensors in lists:
-            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+            tensors[:] = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
         return has_complex
 
     adam._init_group = collect_shards
