@@ -59,7 +59,7 @@ from longctx.verify.setup import check_engine, probe_rows
 from tests import refusals
 from tests.attention.test_choice import QWEN3_8B, a_setup
 from tests.forecast.test_by_hand import MODEL, ULYSSES
-from tests.settings.test_model_refusals import save_config
+from tests.model.test_models import SHARED_KEYS, make_model
 from tests.training.test_key_fields import a_packing, resolved, rows_of
 
 # ------------------------------------------------------------------------------------------------
@@ -208,10 +208,6 @@ CALLS |= {
         ),
         "--use_peft on FSDP1 is not verified",
     ),
-    "chunks of linear attention": (
-        lambda: install_chunked(LINEAR, 8, Q.device, LayerCheckpoints()),
-        "recurrent layers of qwen3_next",
-    ),
     "endless mixture": (lambda: _order([1, 10], MIXED), "would draw .* documents"),
     "nothing to test on": (
         lambda: _part(np.arange(1), Mixture(names=("a",), test_size=0.5), "train"),
@@ -314,11 +310,21 @@ def test_profiles_that_cannot_be_exact_are_refused(case):
         resolve(parse_flags(flags), read_profile(environment), environment)
 
 
-def test_chunks_of_linear_attention_are_refused_before_weights(tmp_path):
-    folder = save_config(tmp_path, "qwen3_next")
-    flags = ["--model_name_or_path", folder, "--dataset_name", "stdlib", "--use_cpu", "True"]
-    with pytest.raises(ValueError, match="this model's recurrent layers carry a state"):
+CHUNKS = {
+    "qwen3_next": "this model's recurrent layers carry a state",
+    SHARED_KEYS: "this model's layers take inputs",
+}
+
+
+@pytest.mark.parametrize("family", CHUNKS)
+def test_chunks_of_such_layers_are_refused_before_weights(family, tmp_path):
+    """And a preset does without them."""
+    make_model(family).config.save_pretrained(tmp_path)
+    flags = ["--model_name_or_path", str(tmp_path), "--dataset_name", "stdlib", "--use_cpu", "True"]
+    with pytest.raises(ValueError, match=CHUNKS[family]):
         resolve(parse_flags([*flags, "--sequence_chunk_size", "8"]), read_profile({}), {}).memory_options  # noqa: B018
+    longest = resolve(parse_flags([*flags, "--memory", "longest"]), read_profile({}), {}).memory_options
+    assert longest.sequence_chunk_size is None
 
 
 # ------------------------------------------------------------------------------------------------

@@ -194,10 +194,9 @@ def check_support(asked: Mapping[str, Any], shape: RunShape) -> None:
             f"--sequence_chunk_size {asked['sequence_chunk_size']} is not supported by this run's attention backend. "
             "Use another --sp_backend, or leave it out."
         )
-    if "sequence_chunk_size" in asked and shape.model.recurrent is not None:
+    if "sequence_chunk_size" in asked and (obstacle := shape.model.chunk_obstacle):
         raise ValueError(
-            f"--sequence_chunk_size {asked['sequence_chunk_size']}: this model's recurrent layers carry a state "
-            "through all tokens, which is not cut into chunks. Leave it out."
+            f"--sequence_chunk_size {asked['sequence_chunk_size']}: this model's {obstacle}. Leave it out."
         )
     if asked.get("overlap_exchange") and shape.ulysses == 1:
         raise ValueError(

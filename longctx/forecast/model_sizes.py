@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from longctx.model.allow_list import head_size, is_latent, num_heads
+from longctx.model.branches import chunk_obstacle
 from longctx.model.files import without_weights
 from longctx.model.load import count_parameters, count_trained_parameters
 from longctx.model.quantized import ShardableLinear4bit, parameter_sizes
@@ -44,6 +45,8 @@ class ModelSizes:
     """Parameters of a layer's projections of multi-head latent attention; None for plain heads."""
     recurrent: RecurrentSizes | None = None
     """The sizes of a recurrent layer, or None for a model without such layers."""
+    chunk_obstacle: str | None = None
+    """What `longctx.model.branches.chunk_obstacle` says of the model."""
     num_recurrent_layers: int = 0
     num_attention_layers: int | None = None
     """Layers with attention; None means all."""
@@ -104,6 +107,7 @@ class ModelSizes:
             num_key_value_heads=key_value_heads,
             head_size=head_size(config),
             recurrent=recurrent_sizes(config),
+            chunk_obstacle=chunk_obstacle(config),
             num_recurrent_layers=recurrent,
             num_attention_layers=num_mixing_layers(config) - recurrent if recurrent else None,
             norm_width=max(width for width, _ in norms),

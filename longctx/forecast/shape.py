@@ -198,7 +198,7 @@ class RunShape:
     @property
     def can_chunk(self) -> bool:
         """Whether the run supports the sequence-chunked step."""
-        is_able = self.backend.can_chunk and self.model.recurrent is None and not self.compiled
+        is_able = self.backend.can_chunk and self.model.chunk_obstacle is None and not self.compiled
         return is_able and self.engine != "fsdp1"
 
     @property

@@ -1,4 +1,4 @@
-"""Which models compute documents that share a beginning exactly, see `longctx.sequence.layout`."""
+"""Which models compute exactly what shares a beginning, see `longctx.sequence.layout`, or runs in chunks of tokens."""
 
 from __future__ import annotations
 
@@ -34,3 +34,12 @@ def branch_obstacle(config: PretrainedConfig, *, backend_has_branches: bool, is_
     if is_chunked:
         return "since the sequence-chunked step attends to whole documents"
     return None if backend_has_branches else "since the backend attends to whole documents"
+
+
+def chunk_obstacle(config: PretrainedConfig) -> str | None:
+    """Return why a model's layers cannot run over a chunk of tokens at a time; None if they can."""
+    if recurrent_sizes(config) is not None:
+        return "recurrent layers carry a state through all tokens, which is not cut into chunks"
+    if hasattr(config.get_text_config(), "num_kv_shared_layers"):
+        return "layers take inputs of their own for each token and share keys and values, which are not cut into chunks"
+    return None

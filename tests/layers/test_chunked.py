@@ -22,7 +22,16 @@ from longctx.layers.chunked.tiles import check_one_thread
 from longctx.model.allow_list import RECURRENT_MODELS
 from longctx.model.tiny import tiny_config, tiny_model
 from longctx.sequence.batch import PLAIN, AttentionKind
-from tests.model.test_models import FAMILIES, TOLERANCE, gradients, largest_error, make_batch, make_model, stock_step
+from tests.model.test_models import (
+    FAMILIES,
+    SHARED_KEYS,
+    TOLERANCE,
+    gradients,
+    largest_error,
+    make_batch,
+    make_model,
+    stock_step,
+)
 from tests.workers import run_ranks
 
 CU_SEQLENS = np.array([0, 7, 8, 30, 31, 33, 61, 64])
@@ -276,9 +285,11 @@ def test_a_backward_pass_in_several_threads_is_refused():
         check_one_thread(torch.device("cuda"))
 
 
-@pytest.mark.parametrize("family", ["qwen3_next"])
-def test_layers_that_carry_a_state_are_refused(family):
-    with pytest.raises(ValueError, match="carry a state through all tokens"):
+@pytest.mark.parametrize(
+    ("family", "words"), [("qwen3_next", "carry a state through all tokens"), (SHARED_KEYS, "share keys and values")]
+)
+def test_layers_that_need_more_than_a_chunk_are_refused(family, words):
+    with pytest.raises(ValueError, match=words):
         parallelize(make_model(family), 1, sequence_chunk_size=8)
 
 

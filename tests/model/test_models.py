@@ -440,8 +440,3 @@ def test_reentrant_checkpoints_of_shared_keys_are_refused():
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     with pytest.raises(ValueError, match="Set use_reentrant to False"):
         parallelize(model, 1)
-
-
-def test_chunks_of_layers_that_share_keys_are_refused():
-    with pytest.raises(ValueError, match="keys and values of earlier layers"):
-        parallelize(make_model(SHARED_KEYS), 1, sequence_chunk_size=4)

@@ -33,7 +33,7 @@ from longctx.layers.chunked.tiles import (
     trained,
 )
 from longctx.layers.routers import keep_pass
-from longctx.model.recurrent import recurrent_sizes
+from longctx.model.branches import chunk_obstacle
 from longctx.regions import region
 from longctx.sequence.batch import PLAIN, AttentionContext, AttentionKind
 from longctx.sequence.host_tensors import host_empty
@@ -349,16 +349,8 @@ def install_chunked(model: PreTrainedModel, size: int, device: torch.device, kep
     """
     if size < 1:
         raise ValueError(f"sequence_chunk_size {size} is below 1. Use a few thousand tokens.")
-    if recurrent_sizes(model.config):
-        raise ValueError(
-            f"sequence_chunk_size {size}: recurrent layers of {model.config.model_type} carry a state through "
-            "all tokens, and cannot be split at their attention. Leave it out."
-        )
-    if hasattr(model.config.get_text_config(), "num_kv_shared_layers"):
-        raise ValueError(
-            f"sequence_chunk_size {size}: layers of {model.config.model_type} take inputs of their own for each token, "
-            "and keys and values of earlier layers, which the sequence-chunked step does not cut. Leave it out."
-        )
+    if obstacle := chunk_obstacle(model.config):
+        raise ValueError(f"sequence_chunk_size {size}: {model.config.model_type}'s {obstacle}. Leave it out.")
     keep_backward_in_one_thread()
     copies = Copies(device)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
