@@ -336,7 +336,7 @@ COMMANDS = {
     "traced too late": ("--profile True --max_steps 2", "--profile True starts to trace after the first"),
     "processes": ("--num_processes -1", "--num_processes -1 is below 1"),
     "padding": ("--pad_to_multiple_of 0", "--pad_to_multiple_of 0 is below 1"),
-    "no object": ("--activation_checkpointing_kwargs [1]", "is not a JSON object"),
+    "no object": ("--activation_checkpointing_kwargs [1]", "is not understood. Use a JSON object"),
     "evaluated": ("--load_best_model_at_end True", "needs evaluation data"),
     "evaluated by none": (
         "--eval_strategy steps --per_device_eval_batch_size 0",

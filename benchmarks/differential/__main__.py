@@ -96,6 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 where there is a finding."""
     args = _parser().parse_args(arguments)
     started = time.monotonic()
+    if args.report:
+        Path(args.report).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="differential-") as scratch:
         work = Path(args.keep or scratch).absolute()
         os.environ |= ENVIRONMENT | {"HF_HOME": str(Path(scratch, "cache"))}

@@ -36,10 +36,14 @@ _GATED_DELTA = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
 _GROUPED = _EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _MAMBA2 = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 16}
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"]}
 _OF_TYPE: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "sarvam_mla"), _LATENT | _GROUPED),
+    **dict.fromkeys(("minicpm3", "youtu"), _LATENT),
+    "glm4_moe_lite": _LATENT | _GROUPED | {"v_head_dim": 16},
     "afmoe": _EXPERTS | {"num_experts": 4, "num_dense_layers": 1},
     "cohere2_moe": _EXPERTS | {"num_experts": 4},
     "dots1": _GROUPED | {"n_shared_experts": 1},
@@ -72,8 +76,8 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "kimi_linear": _LOCAL
     | {"moe_intermediate_size": 16, "linear_num_heads": 4, "linear_head_dim": 8}
-    | {"layer_types": ["linear_attention", "full_attention"], "kv_lora_rank": 12}
-    | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12},
+    | {"layer_types": ["linear_attention", "full_attention"]}
+    | {name: value for name, value in _LATENT.items() if name != "q_lora_rank"},
     "lfm2": _CONVOLUTIONS,
     "lfm2_moe": _CONVOLUTIONS | _EXPERTS | {"num_experts": 4, "num_dense_layers": 1},
     "mixtral": _EXPERTS | {"num_local_experts": 4},
@@ -138,6 +142,8 @@ def settings_of(case: Case) -> dict[str, Any]:
         "tie_word_embeddings": case.embeddings == "tied",
         **_OF_TYPE.get(case.model, {}),
     }
+    if "kv_lora_rank" in settings:  # all heads have keys of their own, and their rotated part is what has a head_dim
+        settings |= {"num_key_value_heads": heads, "head_dim": settings["qk_rope_head_dim"]}
     if case.window and case.model in _WINDOW_IN_ALL_LAYERS:
         settings["sliding_window"] = case.window
     elif case.window:

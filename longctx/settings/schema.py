@@ -191,7 +191,7 @@ def check(flag: Flag, value: Any, subject: str = "") -> Any:
     try:
         converted = flag.kind.convert(value)
     except (ValueError, TypeError, RecursionError):
-        fault, shown = f"is not {flag.kind.name}", " ".join(map(str, given))
+        fault, shown = f"is not understood. Use {flag.kind.name}", " ".join(map(str, given))
     else:
         items = converted if isinstance(converted, list) and converted not in flag.values else [converted]
         faults = ((_fault(flag, item), text) for item, text in zip(items, given, strict=False))

@@ -49,6 +49,12 @@ def test_every_value_of_the_covering_set_survives_beside_all_others():
             assert any(all(getattr(case, key) == value for key, value in m.items()) for m in kept), (axis, name)
 
 
+@pytest.mark.parametrize("model", VALUES["model"])
+def test_every_model_has_sizes_that_fit(model, tmp_path):
+    """Else its cases would be passed over as having no model."""
+    make_model(Case(model=model), tmp_path / "model")
+
+
 def test_random_cases_reach_every_value_and_are_written_and_read():
     cases = [draw(seed) for seed in range(5_000)]
     for name in {field.name for field in fields(Case)} - {"seed", "spelling"}:

@@ -165,7 +165,7 @@ def test_auto_without_a_possible_arrangement_says_why(resolved):
     impossible = ("--num_processes", "8", "--dp_replicate", "2", "--global_batch_size", "3")
     with pytest.raises(ValueError, match=r"--sp auto: no arrangement can run\. --global_batch_size 3"):
         resolved("--sp", "auto", *impossible)
-    with pytest.raises(ValueError, match="--sp four is not a whole number, auto or all"):
+    with pytest.raises(ValueError, match=r"--sp four is not understood\. Use a whole number, auto or all"):
         resolved("--sp", "four")
 
 

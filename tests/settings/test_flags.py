@@ -98,7 +98,7 @@ def test_yaml_null_list_mapping_and_unquoted_no(tmp_path, monkeypatch):
             ("num_generations", "It is one of another method: longctx train does", "preference.md"),
         ),
         ("loss_type: sigmoid\n", ("run.yaml is refused", "of longctx dpo", "Use nll or chunked_nll")),
-        ("sp: 2.5\n", ("run.yaml is not a whole number",)),
+        ("sp: 2.5\n", ("run.yaml is not understood. Use a whole number",)),
         ("max_steps: true\n", ("max_steps True in",)),
         ("max_steps: 1\nmax_steps: 2\n", ("YAML", "max_steps stands there twice")),
         ("dataset_test_split: [a, b]\n", ("dataset_test_split to ['a', 'b']", "one value", "joined: test+validation")),
@@ -273,7 +273,9 @@ def test_what_a_flag_does_not_take_is_refused_by_the_command(name, value, said, 
 @pytest.mark.parametrize("text", ['{"min_lr": ', "[1]", '{"min_lr": NaN}', "min_lr", "5"])
 def test_schedule_arguments_that_are_no_json_object_are_refused(text, tmp_path):
     for arguments in (["--lr_scheduler_kwargs", text], ["--config", write(tmp_path, f"lr_scheduler_kwargs: '{text}'")]):
-        with pytest.raises(ValueError, match=r"lr_scheduler_kwargs .* is not a JSON object, such as") as error:
+        with pytest.raises(
+            ValueError, match=r"lr_scheduler_kwargs .* is not understood. Use a JSON object, such as"
+        ) as error:
             parse_flags(arguments)
         assert text in str(error.value)
 

@@ -147,7 +147,7 @@ MEMORY_OPTIONS = {
         ("every_n_layers", "checkpointing is off", "--activation_checkpointing True"),
     ),
     "every 0": ("--gradient_checkpointing_kwargs '{\"every_n_layers\": 0}'", ("every_n_layers 0", "at least 1")),
-    "no mapping": ("--gradient_checkpointing_kwargs '{every: 2}'", ("{every: 2}", "not a JSON object, such as")),
+    "no mapping": ("--gradient_checkpointing_kwargs '{every: 2}'", ("{every: 2}", "Use a JSON object, such as")),
     "offload to where": (
         '--gradient_checkpointing_kwargs \'{"offload": "cpu"}\'',
         ("offload 'cpu'", "neither true, false nor a number of layers"),
@@ -256,10 +256,10 @@ class FullDisk:
     [
         ('{"hidden": 5}', ("hidden", "qwen3", "hidden_size")),
         ('{"dtype": "bfloat16"}', ("dtype bfloat16", "--dtype")),
-        ('{"a": ', ("not a JSON object",)),
+        ('{"a": ', ("Use a JSON object",)),
         ('{"num_hidden_layers": 3}', ("num_hidden_layers is set to 3", "2 layers", "Use 1 to 2")),
         ('{"num_hidden_layers": 0}', ("num_hidden_layers is set to 0", "Use 1 to 2")),
-        ('["a"]', ("not a JSON object",)),
+        ('["a"]', ("Use a JSON object",)),
     ],
 )
 def test_model_init_kwargs_that_would_not_act(kwargs, parts, refused):

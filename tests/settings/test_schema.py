@@ -290,7 +290,7 @@ def test_the_word_none_unsets_flags_that_can_be_without_a_value(word):
     settings = parse_flags(["--max_length", word, "--bf16", word, "--lr_scheduler_kwargs", word])
     assert [settings[name] for name in ("max_length", "bf16", "lr_scheduler_kwargs")] == [None] * 3
     for name, kind in {"max_steps": "a whole number", "learning_rate": "a number", "packing": "true or false"}.items():
-        with pytest.raises(ValueError, match=rf"^--{name} {word} is not {kind}\.$"):
+        with pytest.raises(ValueError, match=rf"^--{name} {word} is not understood\. Use {kind}\.$"):
             parse_flags([f"--{name}", word])
 
 
@@ -309,7 +309,7 @@ def test_up_to_five_mistakes_are_told_together(tmp_path, capsys):
         f"longctx: error: --config {path} sets zzz, which is not a flag. All flags: longctx train --help-all",
         f"longctx: error: --config {path} sets dtype to ['a', 'b'], and it takes one value.",
         f"longctx: error: overlong shorten in {path} is unknown. Use raise, truncate, drop, split or turns.",
-        "longctx: error: --sp two is not a whole number, auto or all.",
+        "longctx: error: --sp two is not understood. Use a whole number, auto or all.",
     ]
     with pytest.raises(ValueError, match=r"--lr is") as error:
         parse_flags(["--lr", "3", "--sp", "two", "--packing", "maybe", "--config", str(path)])
@@ -324,12 +324,12 @@ def test_combinations_are_told_together_too():
 
 
 AT_ONCE = {
-    "a degree": (["--sp", "two"], "--sp two is not a whole number, auto or all."),
-    "a switch": (["--packing", "maybe"], "--packing maybe is not true or false."),
-    "a number": (["--max_length", "12q"], "--max_length 12q is not a whole number."),
+    "a degree": (["--sp", "two"], "--sp two is not understood. Use a whole number, auto or all."),
+    "a switch": (["--packing", "maybe"], "--packing maybe is not understood. Use true or false."),
+    "a number": (["--max_length", "12q"], "--max_length 12q is not understood. Use a whole number."),
     "a name": (["--lr", "1"], "--lr is not a flag. Did you mean --learning_rate?"),
     "a service": (["--report_to", "neptune"], "--report_to neptune needs the package neptune"),
-    "a file's value": (["--config", "bad.yaml"], "max_steps many in bad.yaml is not a whole number."),
+    "a file's value": (["--config", "bad.yaml"], "max_steps many in bad.yaml is not understood. Use a whole number."),
     "a file's key": (["--config", "key.yaml"], "--config key.yaml sets max_step, which is not a flag. Did you mean"),
     "a combination": (["--max_steps", "0"], "--max_steps 0 trains nothing. Give 1 or more"),
 }
