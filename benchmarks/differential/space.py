@@ -339,6 +339,8 @@ def make_consistent(case: Case) -> Case:
         change["packing"] = "none"
     if case.order == "random" and "stream" in case.reading and case.packing in ("none", "padding_free"):
         change["order"] = "sequential"
+    if case.order == "whole" and "stream" in case.reading and case.overlong == "split":
+        change["overlong"] = "truncate"  # a step has one pack of each lane, where the pieces of a document wait
     if case.optimizer != "sgd" and case.learning_rate > 0.01:
         change["learning_rate"] = 1e-3
     if case.resume and (case.steps < 2 or case.epochs):

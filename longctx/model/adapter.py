@@ -176,10 +176,13 @@ def _check_layers(adapted: Any) -> None:
                 f"--lora_target_modules adapts {name}, whose weight the fused loss uses directly: the adapter would "
                 "never be trained. Leave it out, or train the layer itself with --lora_modules_to_save."
             )
-        if type(layer) not in (Linear, ParamWrapper):
+        base = layer.get_base_layer()
+        overrides = isinstance(base, torch.nn.Linear) and type(base).forward is not torch.nn.Linear.forward
+        if overrides or type(layer) not in (Linear, ParamWrapper):
             raise ValueError(
-                f"--lora_target_modules adapts {name}, which is not a linear layer; peft's {type(layer).__name__} is "
-                f"not verified against one process. Name linear layers, such as q_proj v_proj."
+                f"--lora_target_modules adapts {name} ({type(base).__name__}), which is not a plain linear layer; peft's "
+                f"{type(layer).__name__} is not verified for it against one process. Name linear layers, such as "
+                "q_proj v_proj."
             )
 
 

@@ -57,7 +57,7 @@ def describe_memory(run: Run, peak: PeakMemory, longest_row: int, model: torch.n
         f"{of['gib_mean']:.2f} on average"
         for kind, of in kinds.items()
     ]
-    return [*lines, describe_reach(shape, machine_of(run), peak, longest_row // shape.rows)]
+    return [*lines, describe_reach(shape, machine_of(run), peak, -(-longest_row // shape.rows))]
 
 
 def describe_reach(shape: RunShape, machine: Machine, peak: PeakMemory, length: int) -> str:

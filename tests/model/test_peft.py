@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longctx.train import main
+from tests.model.test_models import make_model
 from tests.reference import dense_loss, train_reference
 from tests.small_model import save_small_model
 from tests.training.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
@@ -176,7 +177,10 @@ REFUSED = {
     "a single name": (["--lora_target_modules", "q_proj"], ("q_proj not found", "all-linear", ".*q_proj")),
     "one name of two": (["--lora_target_modules", "q_proj", "v_porj"], ("--lora_target_modules names v_porj",)),
     "norms": (["--lora_target_modules", "q_proj", "norm"], ("RMSNorm", "not supported", "all-linear")),
-    "embeddings": (["--lora_target_modules", "q_proj", "embed_tokens"], ("embed_tokens", "not a linear layer")),
+    "embeddings": (
+        ["--lora_target_modules", "q_proj", "embed_tokens"],
+        ("embed_tokens (Embedding)", "not a plain linear"),
+    ),
     "head": (["--lora_target_modules", "q_proj", "lm_head"], ("lm_head", "fused loss", "--lora_modules_to_save")),
     "no such module": (["--lora_modules_to_save", "score"], ("--lora_modules_to_save names score",)),
     "whole head on FSDP2": (
@@ -196,6 +200,13 @@ def test_adapters_that_are_refused(case, folder, refusal):
     given, parts = REFUSED[case]
     error = refusal("--model_name_or_path", folder, *given)
     assert all(part in error for part in parts), error
+
+
+def test_routers_of_llama_4_are_refused(tmp_path, refusal):
+    """They are linear layers that also return their choice of experts."""
+    make_model("llama4_text, chunks, temperatures").config.save_pretrained(tmp_path)
+    error = refusal("--model_name_or_path", str(tmp_path), "--lora_target_modules", "all-linear")
+    assert "feed_forward.router (Llama4Router), which is not a plain linear layer" in error
 
 
 @pytest.mark.parametrize("module", ["lm_head", "embed_tokens", "model.embed_tokens"])

@@ -191,6 +191,13 @@ def test_ranks_are_told_apart_and_one_says_what_helps() -> None:
     assert re.search(r"out of memory on rank [01], with sequences of 65,536 tokens", (notes + other_notes)[0])
 
 
+def test_a_micro_batch_may_have_fewer_tokens_than_rows():
+    """In the last step of little data."""
+    peak = peaks([0], [GIB])
+    *_, reach = describe_memory(resolved("--per_device_train_batch_size", "1000"), peak, 17, tiny_model())
+    assert "these settings reach" in reach
+
+
 # Out of memory
 
 
