@@ -180,9 +180,9 @@ def _check_layers(adapted: Any) -> None:
         overrides = isinstance(base, torch.nn.Linear) and type(base).forward is not torch.nn.Linear.forward
         if overrides or type(layer) not in (Linear, ParamWrapper):
             raise ValueError(
-                f"--lora_target_modules adapts {name} ({type(base).__name__}), which is not a plain linear layer; peft's "
-                f"{type(layer).__name__} is not verified for it against one process. Name linear layers, such as "
-                "q_proj v_proj."
+                f"--lora_target_modules adapts {name} ({type(base).__name__}), which is not a plain linear layer; "
+                f"peft's {type(layer).__name__} is not verified for it against one process. Name linear layers, "
+                "such as q_proj v_proj."
             )
 
 
