@@ -189,9 +189,7 @@ def a_prepared_run(num_rows):
     data = rows_of(a_packing(), Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5, 6]]}))
     assert len(data.rows) == num_rows
     settings = {"datasets": [], "dataset_name": "stdlib", "max_length": 8}
-    args = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=1)
-    run = SimpleNamespace(settings=settings, dims=ParallelDims(world_size=1))
-    return SimpleNamespace(data=data, args=args, run=run)
+    return SimpleNamespace(data=data, run=SimpleNamespace(settings=settings, sequences_per_step=2))
 
 
 def contradicting_config():

@@ -20,7 +20,7 @@ from longctx.model.tiny import tiny_tokenizer
 from longctx.settings.launcher import read_profile
 from longctx.training.checkpoint.files import Manifest, read_manifest, write_manifest
 from longctx.training.checkpoint.storage import StateReader
-from longctx.training.dataset import _template
+from longctx.training.dataset import read_template
 from tests.training.test_key_fields import identity
 
 
@@ -164,7 +164,7 @@ def test_histograms_and_templates_that_cannot_be_read_are_named(tmp_path):
             drawn_from(Path(write(tmp_path / "lengths.csv", text)))
     (tmp_path / "template.jinja").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"template.jinja cannot be read"):
-        _template(str(tmp_path / "template.jinja"))
+        read_template(str(tmp_path / "template.jinja"))
 
 
 @pytest.mark.parametrize(

@@ -33,15 +33,14 @@ from longctx.ranks.hang import limit_waiting
 from longctx.run.preparation import PreparedRun
 from longctx.sequence.host_tensors import SavedOnHost
 from longctx.sequence.mesh import select_device
-from longctx.settings.dpo import uses_reference
 from longctx.settings.machine_checks import check_kernels
 from longctx.settings.run import row_length
 from longctx.training.checkpoint.masters import loaded_in_fp32
-from longctx.training.fingerprint import is_preference
+from longctx.training.dataset import read_template
+from longctx.training.fingerprint import is_preference, needs_reference
 from longctx.training.objective import Objective
 from longctx.training.reference_model import ReferencedPreferenceLoss
 from longctx.training.trainer import SequenceTrainer
-from longctx.untrusted.files import is_template_file
 from longctx.upstream.accelerate_internals import configure_fsdp, fsdp2_plugin
 
 
@@ -55,7 +54,7 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
     """
     run, settings = prepared.run, prepared.run.settings
     name, revision = settings["model_name_or_path"], settings["model_revision"]
-    prefer(settings["attn_implementation"], always_the_same=is_preference(settings) and uses_reference(settings))
+    prefer(settings["attn_implementation"], always_the_same=needs_reference(settings))
     read = partial(
         load_model,
         name,
@@ -143,17 +142,17 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
 
 def _prepare_for_trainer(prepared: PreparedRun, model: PreTrainedModel) -> None:
     """Change the arguments, the model and the tokenizer as TRL's SFTTrainer does before it calls the Trainer."""
-    args, template = prepared.args, prepared.run.settings["chat_template_path"]
+    args, settings = prepared.args, prepared.run.settings
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):  # one argument, two names
         if hasattr(args, name):
             of_longctx = ("selective", "whole_layers", "offload")  # which longctx.parallelize carries out
             given = {key: value for key, value in (getattr(args, name) or {}).items() if key not in of_longctx}
             # No RNG state has to be restored: dropout is refused, and nothing else in a layer is random.
             setattr(args, name, {"use_reentrant": False, "preserve_rng_state": False, **given})
-    if args.gradient_checkpointing and prepared.run.settings["use_peft"]:
+    if args.gradient_checkpointing and settings["use_peft"]:
         model.enable_input_require_grads()
-    if template and is_template_file(template):
-        prepared.tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+    if template := read_template(settings["chat_template_path"]):
+        prepared.tokenizer.chat_template = template
 
 
 def _objective(prepared: PreparedRun, model: PreTrainedModel, sequence: SequenceParallel) -> Objective:
@@ -161,7 +160,7 @@ def _objective(prepared: PreparedRun, model: PreTrainedModel, sequence: Sequence
     settings = prepared.run.settings
     if not is_preference(settings):
         return Objective(sequence, settings["label_smoothing_factor"])
-    arithmetic = _arithmetic(prepared, model, sequence) if uses_reference(settings) else ""
+    arithmetic = _arithmetic(prepared, model, sequence) if needs_reference(settings) else ""
     identity = {**prepared.reference_identity, "arithmetic": arithmetic}
     return ReferencedPreferenceLoss(
         sequence, settings, identity=identity, batch_size=settings["precompute_ref_batch_size"]

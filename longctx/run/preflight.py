@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from longctx.data import IGNORE_INDEX, DataError
-from longctx.forecast.model_sizes import ModelSizes, adapter_rows
 from longctx.launch.console import Line
 from longctx.model.files import weight_files
 from longctx.model.saving import damage_of_generation_config
@@ -151,8 +150,7 @@ def _describe_files(run: Run) -> Iterator[Line]:
 def _describe_disk(run: Run) -> str:
     """Return the space that saving takes, and the space that there is."""
     settings = run.settings
-    sizes = ModelSizes.of_config(run.model_config)
-    trained = settings["lora_r"] * adapter_rows(sizes) if settings["use_peft"] else sizes.num_parameters
+    trained = run.shape.model.num_trained_parameters
     needed = model = WEIGHT_BYTES * trained
     folder = Path(settings["output_dir"]).absolute()
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))

@@ -112,7 +112,7 @@ def prepare(run: Run) -> PreparedRun:
     identity = cache(partial(data_identity, data, run.settings, run.model_config, files))
     reference = reference_identity(run.settings, run.model_config, files)
     resume_from = checkpoint_to_resume(run, args, identity)
-    num_steps = steps_of_run(args, data.rows, run.dims.dp)
+    num_steps = steps_of_run(args, data.rows, run.sequences_per_step)
     is_finished = finished is not None and num_steps <= finished
     if is_finished and args.process_index == 0:
         done = f"has finished {finished} steps of {num_steps} asked for: nothing is left to do"
@@ -354,9 +354,8 @@ def checkpoint_to_resume(run: Run, args: SFTConfig, identity: Callable[[], Mappi
     def compare() -> None:
         """Check that data and flags have not changed. Rank 0 reads the data for all."""
         if args.process_index == 0:
-            sequences = args.per_device_train_batch_size * run.dims.dp * args.gradient_accumulation_steps
-            flags = optimization_flags(args)
-            check_same(manifest, folder, sequences_per_step=sequences, data=identity(), optimization=flags)
+            now = {"data": identity(), "optimization": optimization_flags(args)}
+            check_same(manifest, folder, sequences_per_step=run.sequences_per_step, **now)
 
     on_all_ranks(compare)
     return folder

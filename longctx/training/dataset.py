@@ -206,9 +206,8 @@ def _of_each(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _rows_of_split(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
 ) -> TrainingData:
-    read = _streamed_documents if settings["dataset_streaming"] else _documents
     mixture: tuple[SourceReport, ...] = ()
-    sources = [read(one, tokenizer, model_config) for one in _of_each(settings)]
+    sources = [_documents(one, tokenizer, model_config) for one in _of_each(settings)]
     if settings["datasets"]:
         documents, shares = mix(sources, Mixture.of_settings(settings), settings.get("part", "train"))
         mixture = shares if len(sources) > 1 else ()
@@ -228,6 +227,9 @@ def _rows_of_split(
 def _documents(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
 ) -> Dataset:
+    """Read all documents of a split, those of a stream into memory."""
+    if settings["dataset_streaming"]:
+        return Dataset(pa.concat_tables(_document_stream(settings, tokenizer, model_config).tables()))
     tokenize = partial(tokenize_records, num_proc=settings["dataset_num_proc"])
     return _tokenized(load_records, tokenize, settings, tokenizer, model_config)
 
@@ -245,13 +247,6 @@ def _tokenized(
         return tokenize(_select(load(**where), settings), tokenizer, **_encoding(settings, model_config))
     except DataError as error:
         raise _named(error, where) from error
-
-
-def _streamed_documents(
-    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
-) -> Dataset:
-    """Read all documents of a stream into memory."""
-    return Dataset(pa.concat_tables(_document_stream(settings, tokenizer, model_config).tables()))
 
 
 def _select(records: Records, settings: Mapping[str, Any]) -> Records:
@@ -372,7 +367,7 @@ def _encoding(settings: Mapping[str, Any], model_config: PretrainedConfig) -> di
         "text_field": settings["dataset_text_field"],
         "completion_only_loss": settings["completion_only_loss"],
         "assistant_only_loss": settings["assistant_only_loss"],
-        "chat_template": _template(settings["chat_template_path"]),
+        "chat_template": read_template(settings["chat_template_path"]),
         "gives_turns": settings["overlong"] == "turns",
         "vocab_size": model_config.get_text_config().vocab_size,
         "now": settings.get("began"),
@@ -380,7 +375,7 @@ def _encoding(settings: Mapping[str, Any], model_config: PretrainedConfig) -> di
     }
 
 
-def _template(path: str | None) -> str | None:
+def read_template(path: str | None) -> str | None:
     """Return the chat template in a file; that of another tokenizer is already in the tokenizer."""
     try:
         return check_file(Path(path)).read_text(encoding="utf-8") if path and is_template_file(path) else None

@@ -51,7 +51,7 @@ def files_identity(settings: Mapping[str, Any], model_config: PretrainedConfig, 
     Raises:
         ValueError: if a file cannot be read.
     """
-    is_base = settings["use_peft"] or has_saved_buffers(model_config) or _needs_reference(settings)
+    is_base = settings["use_peft"] or has_saved_buffers(model_config) or needs_reference(settings)
     return FilesIdentity(
         model=model_identity(settings["model_name_or_path"], model_config) if with_model or is_base else None,
         is_base=is_base,
@@ -181,7 +181,8 @@ def is_preference(settings: Mapping[str, Any]) -> bool:
     return settings["dataset_text_field"] == PAIRS
 
 
-def _needs_reference(settings: Mapping[str, Any]) -> bool:
+def needs_reference(settings: Mapping[str, Any]) -> bool:
+    """Return whether the run computes log-probabilities of a reference model."""
     return is_preference(settings) and uses_reference(settings)
 
 

@@ -43,14 +43,17 @@ def check_training_steps(args: SFTConfig, rows: PackedDataset | PackedStream, dp
             "be trained. Leave --dataloader_drop_last out, take fewer sequences a step, or add data."
         )
     if args.max_steps <= 0 and isinstance(rows, PackedDataset):
-        check_learning_rates(args, steps_of_run(args, rows, dp))
+        check_learning_rates(args, steps_of_run(args, rows, size))
 
 
-def steps_of_run(args: SFTConfig, rows: PackedDataset | PackedStream, dp: int) -> int:
-    """Return the optimizer steps of a whole run: --max_steps, which streams need, or those of its epochs."""
+def steps_of_run(args: SFTConfig, rows: PackedDataset | PackedStream, size: int) -> int:
+    """Return the optimizer steps of a whole run: --max_steps, which streams need, or those of its epochs.
+
+    Args:
+        size: sequences of a step.
+    """
     if args.max_steps > 0 or not isinstance(rows, PackedDataset):
         return args.max_steps
-    size = args.per_device_train_batch_size * dp * args.gradient_accumulation_steps
     return steps_of_epochs(len(rows), size, epochs=args.num_train_epochs, drop_last=args.dataloader_drop_last)
 
 

@@ -116,10 +116,9 @@ def probe_rows(prepared: PreparedRun) -> PreparedRun:
     Raises:
         ValueError: if the data has fewer rows than a step takes.
     """
-    data, args = prepared.data, prepared.args
+    data, needed = prepared.data, prepared.run.sequences_per_step
     assert isinstance(data, TrainingData), "a verification reads no stream"
     rows = data.rows
-    needed = args.per_device_train_batch_size * prepared.run.dims.dp * args.gradient_accumulation_steps
     if len(rows) < needed:
         raise ValueError(
             f"{name_data(prepared.run.settings)} gives {len(rows)} sequences of up to "
