@@ -24,7 +24,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from longctx.attention.kernels.choose import candidates, choose_kernel
-from longctx.attention.kernels.entries import Entries
+from longctx.attention.kernels.entries import Entries, Inputs
 from longctx.attention.operator import varlen_attention
 from longctx.layers import loss, loss_kernel
 from longctx.layers.loss_tile import LogitScaling, TileLoss, kernel_agrees
@@ -59,7 +59,7 @@ class Attention(NamedTuple):
 def facts(_: None) -> dict[str, Any]:
     """Name, memory and capability of the GPU, and the kernel that a run would choose."""
     properties = torch.cuda.get_device_properties(0)
-    chosen = choose_kernel(torch.device("cuda", 0), torch.bfloat16, 128, 4)
+    chosen = choose_kernel(Inputs(torch.device("cuda", 0), torch.bfloat16, 128, 4))
     return {
         "device": properties.name,
         "device_bytes": properties.total_memory,

@@ -18,7 +18,7 @@ from typing import NoReturn
 import numpy as np
 from torch import Tensor
 
-from longctx.attention.kernels import Entries, add, block_backward, block_forward, merge
+from longctx.attention.kernels import Entries, add, block_forward, merge
 from longctx.ring.plan import IntArray
 from longctx.sequence.batch import AttentionKind
 from longctx.sequence.layout import Layout
@@ -100,23 +100,6 @@ def parts_forward(
     for entries in parts[1:]:
         merge(out, lse, entries.q_rows, *block_forward(q, k, v, entries, scale))
     return out, lse
-
-
-def parts_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    parts: Sequence[Entries],
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v over all parts, given the final `out` and `lse`."""
-    gradients = block_backward(grad_out, q, k, v, out, lse, parts[0], scale)
-    for entries in parts[1:]:
-        add_gradients(gradients, entries, block_backward(grad_out, q, k, v, out, lse, entries, scale))
-    return gradients
 
 
 def add_gradients(gradients: Sequence[Tensor], entries: Entries, of_part: Sequence[Tensor]) -> None:

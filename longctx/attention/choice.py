@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Arrangement, RingWork, Setup
-from longctx.attention.modelled import modelled_seconds, planned_work
+from longctx.attention.modelled import attention_time, planned_work
 from longctx.model.rope import context_length
 from longctx.recurrent.cost import recurrent_time
 from longctx.sequence.mesh import ParallelDims
@@ -165,7 +165,7 @@ def exchange_overlaps(setup: Setup, arrangement: Arrangement, documents: Documen
         return False
     work = _work(setup, arrangement, documents)
     whole, stages = (
-        sum(modelled_seconds(replace(setup, overlap_exchange=overlaps), arrangement, of_row) for of_row in work)
+        sum(attention_time(replace(setup, overlap_exchange=overlaps), arrangement, of_row).seconds for of_row in work)
         for overlaps in (False, True)
     )
     return stages < WORTH_OVERLAPPING * whole
@@ -249,7 +249,7 @@ def _modelled(setup: Setup, candidates: Sequence[Arrangement], documents: Docume
     seconds = []
     for arrangement in candidates:
         if arrangement.ring <= MAX_MODELLED_RING:
-            of_rows = [modelled_seconds(setup, arrangement, row) for row in _work(setup, arrangement, documents)]
+            of_rows = [attention_time(setup, arrangement, row).seconds for row in _work(setup, arrangement, documents)]
             seconds.append((arrangement, float(np.mean(of_rows))))
     return sorted(seconds, key=lambda pair: pair[1])
 

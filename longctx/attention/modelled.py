@@ -36,15 +36,6 @@ from longctx.ring.planner import PlanTime
 from longctx.ulysses.stages import Stage
 
 
-def modelled_seconds(setup: Setup, arrangement: Arrangement, work: RingWork) -> float:
-    """Return the seconds of attention of the slowest rank, in one layer and micro-batch, forward and backward.
-
-    Args:
-        work: work of a ring of `arrangement.ring` ranks.
-    """
-    return attention_time(setup, arrangement, work).seconds
-
-
 def plan_time(setup: Setup, arrangement: Arrangement, plan: RingPlan) -> PlanTime:
     """Return the modelled time of attention by a plan for `arrangement.ring` ranks, in one layer and micro-batch."""
     forward, backward = BACKENDS[arrangement.name].passes(setup, arrangement, RingWork.of_plan(plan))
@@ -60,7 +51,11 @@ def planned_work(documents: tuple[int, ...], setup: Setup, arrangement: Arrangem
 
 
 def attention_time(setup: Setup, arrangement: Arrangement, work: RingWork) -> AttentionTime:
-    """Return how each rank spends the seconds of `modelled_seconds`."""
+    """Return how each rank spends the seconds of attention, in one layer and micro-batch, forward and backward.
+
+    Args:
+        work: work of a ring of `arrangement.ring` ranks.
+    """
     forward, backward = BACKENDS[arrangement.name].passes(setup, arrangement, work)
     if arrangement.ulysses > 1:
         stages = stages_of(setup, arrangement)

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longctx.attention.branches import own_entries, parts_backward, parts_forward, refuse_branches, segments_of_tokens
-from longctx.attention.kernels import Entries, Operator, block_operator
+from longctx.attention.branches import add_gradients, own_entries, parts_forward, refuse_branches, segments_of_tokens
+from longctx.attention.kernels import Entries, Operator, block_backward, block_operator
 from longctx.regions import region
 from longctx.sequence.batch import PLAIN, AttentionKind
 from longctx.sequence.layout import Layout
@@ -68,7 +68,10 @@ class LocalSchedule:
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return parts_backward(grad_out, q, k, v, out, lse, self.parts, scale)
+        gradients = block_backward(grad_out, q, k, v, out, lse, self.parts[0], scale)
+        for entries in self.parts[1:]:
+            add_gradients(gradients, entries, block_backward(grad_out, q, k, v, out, lse, entries, scale))
+        return gradients
 
     def operator(self, q: Tensor, k: Tensor, v: Tensor) -> Operator | None:
         """Return the one differentiable call that computes such tensors, if there is one; all layers share it."""

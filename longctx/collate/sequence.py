@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -132,8 +132,7 @@ class SequenceCollator:
         return batch | {"attention_mask": mask.to(torch.int64)}, layout
 
 
-@dataclass(frozen=True)
-class _Row:
+class _Row(NamedTuple):
     input_ids: NDArray[np.integer]  # [n]
     labels: NDArray[np.integer]  # [n], document starts not masked yet
     seq_lengths: NDArray[np.int64]  # [documents], none of them 0
@@ -163,14 +162,10 @@ def _varlen_arguments(borders: NDArray[np.int64]) -> dict[str, Any]:
 
 
 def _join_rows(rows: list[_Row]) -> _Row:
-    nothing = np.zeros(0, dtype=np.int64)
+    nothing = [np.zeros(0, dtype=np.int64)] * len(_Row._fields)
     starts = np.cumsum([0, *(len(row.input_ids) for row in rows)])
-    return _Row(
-        np.concatenate([nothing, *(row.input_ids for row in rows)]),
-        np.concatenate([nothing, *(row.labels for row in rows)]),
-        np.concatenate([nothing, *(row.seq_lengths for row in rows)]),
-        np.concatenate([nothing, *(row.branch_starts + start for row, start in zip(rows, starts, strict=False))]),
-    )
+    moved = [row._replace(branch_starts=row.branch_starts + start) for row, start in zip(rows, starts, strict=False)]
+    return _Row(*map(np.concatenate, zip(nothing, *moved, strict=True)))
 
 
 def _read_row(example: Mapping[str, Any], number: int) -> _Row:

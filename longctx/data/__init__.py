@@ -50,22 +50,16 @@ __all__ = [
 
 # Packing reads columns and needs neither `datasets` nor `transformers`, which take seconds to import.
 _LOADED_WHEN_USED = {
-    "DocumentStream": "stream",
-    "MixedStream": "mixing",
-    "STDLIB": "files",
-    "SourceReport": "mixing",
-    "load_records": "records",
-    "mix": "mixing",
-    "order_of_part": "mixing",
-    "record_place": "records",
-    "stdlib_files": "files",
-    "stream_records": "records",
-    "tokenize_records": "tokenize",
-    "tokenize_stream": "stream",
+    "files": ("STDLIB", "stdlib_files"),
+    "mixing": ("MixedStream", "SourceReport", "mix", "order_of_part"),
+    "records": ("load_records", "record_place", "stream_records"),
+    "stream": ("DocumentStream", "tokenize_stream"),
+    "tokenize": ("tokenize_records",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LOADED_WHEN_USED:
-        return getattr(import_module(f"{__name__}.{_LOADED_WHEN_USED[name]}"), name)
+    for module, names in _LOADED_WHEN_USED.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from longctx.data.columns import IGNORE_INDEX, TURN_ENDS, is_list_type, list_array
 from longctx.data.errors import DataError, name_record
-from longctx.data.kinds import ALPACA, MASKS, kind_columns
+from longctx.data.kinds import ALPACA, MASK_COLUMNS, kind_columns
 from longctx.data.messages import alpaca_pair, check_text
 from longctx.data.token_ids import token_ids
 from longctx.untrusted.confined import Bounds, Confined
@@ -127,7 +127,7 @@ class Encoder:
                 into a valid one.
             ends: where each record's values end, int64 [num_records].
         """
-        limit = 2 if column in MASKS else _INT32_MAX if self.vocab_size is None else self.vocab_size
+        limit = 2 if column in MASK_COLUMNS else _INT32_MAX if self.vocab_size is None else self.vocab_size
         wrong = (values < 0) | (values >= limit)
         if column == "labels":
             wrong &= values != IGNORE_INDEX
@@ -135,7 +135,7 @@ class Encoder:
             return
         first = int(np.argmax(wrong))
         where = name_record(indices[int(np.searchsorted(ends, first, side="right"))])
-        if column in MASKS:
+        if column in MASK_COLUMNS:
             raise DataError(
                 f"{where}: '{column}' holds {values[first]}; expected 0 or 1. Correct or remove the record."
             )

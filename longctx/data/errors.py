@@ -9,9 +9,9 @@ import logging
 import re
 import resource
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from longctx.ranks import is_first_rank
 from longctx.untrusted.confined import Bounds, data_bytes
@@ -75,23 +75,20 @@ UNPACKED_TIMES = 1000
 become some ten times as large."""
 
 
-class MemoryBound:
+@contextmanager
+def _memory_bound(nbytes: int) -> Iterator[None]:
     """Let this process take so many bytes more than it has now, besides files that are mapped into memory.
 
     Code that asks for more inside this context gets a MemoryError (pyarrow's ArrowMemoryError is one). Linux only.
     """
-
-    def __init__(self, nbytes: int) -> None:
-        self._before = resource.getrlimit(resource.RLIMIT_DATA)
-        known = [limit for limit in self._before if limit != resource.RLIM_INFINITY]
-        self._limit = self._before[0] if (held := data_bytes()) is None else min([held + nbytes, *known])
-
-    def __enter__(self) -> Self:
-        resource.setrlimit(resource.RLIMIT_DATA, (self._limit, self._before[1]))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        resource.setrlimit(resource.RLIMIT_DATA, self._before)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    known = [limit for limit in before if limit != resource.RLIM_INFINITY]
+    limit = before[0] if (held := data_bytes()) is None else min([held + nbytes, *known])
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def within_memory(parts: Iterable[Part]) -> Iterator[Part]:
@@ -101,11 +98,12 @@ def within_memory(parts: Iterable[Part]) -> Iterator[Part]:
         MemoryError: for one that takes more than GROUP_MEMORY_BYTES.
     """
     parts = iter(parts)
-    with suppress(StopIteration):
-        while True:
-            with MemoryBound(GROUP_MEMORY_BYTES):
-                part = next(parts)
-            yield part
+    while True:
+        with _memory_bound(GROUP_MEMORY_BYTES):
+            part = next(parts, None)
+        if part is None:
+            return
+        yield part
 
 
 def too_large(where: str) -> DataError:

@@ -18,7 +18,7 @@ PER_TOKEN_COLUMNS = ("input_ids", "labels", "assistant_masks", "completion_mask"
 CHECKED_COLUMNS = ("attention_mask", "position_ids")
 """Columns of pre-tokenised records that have to say what longctx does anyway: every token counts, from position 0."""
 
-MASKS = frozenset({"attention_mask", "completion_mask", "assistant_masks"})
+MASK_COLUMNS = frozenset({"attention_mask", "completion_mask", "assistant_masks"})
 """Columns of pre-tokenised records that hold 0 or 1, or false or true, for each token."""
 
 CONVERSATION_EXTRAS = ("tools", "chat_template_kwargs")
@@ -195,7 +195,7 @@ def check_column_types(features: Features, kind: str) -> None:
         fits = is_list_type(arrow_type) or isinstance(features[column], Json)
         if kind == "input_ids":
             value = arrow_type.value_type if is_list_type(arrow_type) else pa.null()
-            fits = pa.types.is_integer(value) or (column in MASKS and pa.types.is_boolean(value))
+            fits = pa.types.is_integer(value) or (column in MASK_COLUMNS and pa.types.is_boolean(value))
         elif kind not in _LIST_KINDS:
             fits = fits or pa.types.is_string(arrow_type) or pa.types.is_large_string(arrow_type)
         if not fits:

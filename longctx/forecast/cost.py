@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from longctx.forecast.memory import NOT_ALLOCATED, device_moments, host_moments, largest
-from longctx.forecast.seconds import step_seconds
+from longctx.forecast.seconds import node_ranks, step_seconds
 from longctx.forecast.shape import FP32, RunShape
 from longctx.machine.here import Machine
 
@@ -133,7 +133,7 @@ def cost(
         counts_experts: see `longctx.forecast.seconds.step_seconds`.
     """
     padded = shape.padded(length)
-    ranks = _ranks(shape, machine)
+    ranks = node_ranks(shape, machine)
     moment, device = largest(_device(shape, machine, padded))
     host_moment, host = largest(host_moments(shape, padded, ranks, is_cpu=machine.is_cpu))
     if machine.is_cpu:
@@ -181,7 +181,7 @@ def peaks_and_seconds(shape: RunShape, machine: Machine, length: int, documents:
 
 def _peaks(shape: RunShape, machine: Machine, length: int) -> tuple[Any, Any]:
     """Return the bytes of a device, 0 where all memory is the host's, and those of the host, each at its peak."""
-    ranks = _ranks(shape, machine)
+    ranks = node_ranks(shape, machine)
     moments = _device(shape, machine, length), host_moments(shape, length, ranks, is_cpu=machine.is_cpu)
     device, host = (functools.reduce(np.maximum, (sum(sizes.values()) for sizes in of.values())) for of in moments)
     return (0.0, host + ranks * device) if machine.is_cpu else (device, host)
@@ -196,11 +196,6 @@ def _device(shape: RunShape, machine: Machine, length: int) -> dict[str, dict[st
         moment: {name: size * (1 if name in NOT_ALLOCATED else factor) for name, size in sizes.items()}
         for moment, sizes in moments.items()
     }
-
-
-def _ranks(shape: RunShape, machine: Machine) -> int:
-    """Return the ranks of a node."""
-    return min(machine.per_node, shape.world_size)
 
 
 def _present(sizes: Mapping[str, Any]) -> Mapping[str, float]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longctx.attention.modelled import modelled_seconds, planned_work
+from longctx.attention.modelled import attention_time, planned_work
 from longctx.forecast.layer_memory import ChunkSizes, layer_bytes
 from longctx.forecast.memory import LOGIT_BYTES
 from longctx.forecast.model_sizes import ModelSizes
@@ -61,7 +61,7 @@ def step_seconds(
     parts: dict[str, Any] = {
         "linear": linear,
         "elementwise": elementwise,
-        "attention": shape.rows * shape.model.num_attended * modelled_seconds(attention, shape.arrangement, work),
+        "attention": shape.rows * shape.model.num_attended * attention_time(attention, shape.arrangement, work).seconds,
         "recurrent": recurrent_seconds(shape, length, machine),
         "recomputed": recomputed + attended_again(shape, pairs, speeds),
     }
@@ -197,10 +197,10 @@ def optimizer_seconds(shape: RunShape, machine: Machine) -> float:
     staged, copied = 0.0, OPTIMIZER_COPIES / speeds.host_link
     if not shape.stack.pins_host_memory:
         staged, copied = UNPINNED_PASSES * OPTIMIZER_COPIES, 0.0
-    return parameters * ((HOST_OPTIMIZER_BYTES + staged) * _ranks(shape, machine) / speeds.host_memory + copied)
+    return parameters * ((HOST_OPTIMIZER_BYTES + staged) * node_ranks(shape, machine) / speeds.host_memory + copied)
 
 
-def _ranks(shape: RunShape, machine: Machine) -> int:
+def node_ranks(shape: RunShape, machine: Machine) -> int:
     """Return the ranks of a node, which share its host memory."""
     return min(machine.per_node, shape.world_size)
 
@@ -241,7 +241,7 @@ def host_seconds(shape: RunShape, machine: Machine, length: int, pairs: float, c
     offloaded = model.hidden_size * shape.num_offloaded + model.query_size * shape.num_selective_offloaded
     copied = 2 * shape.element_size * offloaded * tokens
     if not shape.stack.pins_host_memory:
-        return UNPINNED_PASSES * copied * _ranks(shape, machine) / speeds.host_memory
+        return UNPINNED_PASSES * copied * node_ranks(shape, machine) / speeds.host_memory
     seconds = copied / speeds.host_link
     meanwhile = computed * shape.num_offloaded / model.num_layers
     forward = meanwhile / (3 + _recomputed_share(shape))  # backward counts as two passes

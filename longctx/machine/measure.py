@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from longctx.attention.kernels.choose import choose_kernel
-from longctx.attention.kernels.entries import Entries
+from longctx.attention.kernels.entries import Entries, Inputs
 from longctx.launch.network import choose_interface
 from longctx.launch.spawn import device_count, spawn
 from longctx.launch.store import meeting_point
@@ -141,7 +141,7 @@ def _attention_flops(work: Work, device: torch.device, seconds: Seconds) -> tupl
     """Return the FLOPs per second of the kernel that a run takes, forward and backward."""
     shapes = [(1, heads, work.row, work.head_size) for heads in (work.num_heads, *[work.num_key_value_heads] * 2)]
     q, k, v = (torch.randn(shape, device=device, dtype=work.dtype) for shape in shapes)
-    kernel = choose_kernel(device, work.dtype, work.head_size, work.num_heads // work.num_key_value_heads)
+    kernel = choose_kernel(Inputs(device, work.dtype, work.head_size, work.num_heads // work.num_key_value_heads))
     scale = work.head_size**-0.5
     for _ in range(2):  # batches: a kernel with plans for each shape takes a shape from its second batch on
         entries = Entries.of_documents(np.array([0, work.row]))

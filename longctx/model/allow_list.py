@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from transformers import PretrainedConfig
 
-from longctx.attention.kernels import Kernel, choose_kernel
+from longctx.attention.kernels import Inputs, Kernel, choose_kernel
 from longctx.model.recurrent import CHANNEL_KINDS, RECURRENT_KINDS
 
 NORMS, ROPE, SWIGLU, GEGLU = "rms_norm", "rope", "swiglu", "geglu"
@@ -391,4 +391,5 @@ def kernel_of(config: PretrainedConfig, device: torch.device, dtype: torch.dtype
     """The kernel that computes every attention layer, where its queries have this dtype."""
     heads, key_value_heads = num_heads(config)
     has_softcap = bool(getattr(_text_of(config), "attn_logit_softcapping", None))
-    return choose_kernel(device, dtype, head_size(config), heads // key_value_heads, has_windows(config), has_softcap)
+    queries_per_key, windowed = heads // key_value_heads, has_windows(config)
+    return choose_kernel(Inputs(device, dtype, head_size(config), queries_per_key, windowed, has_softcap))

@@ -175,27 +175,19 @@ def _name_of(model: PreTrainedModel, module: torch.nn.Module) -> str:
     return next(name for name, found in model.named_modules() if found is module)
 
 
-def load_whole(
-    name: str,
-    config: PretrainedConfig,
-    *,
-    dtype: str,
-    revision: str | None,
-    needs_all: bool = True,
-    **options: Any,
-) -> PreTrainedModel:
+def load_whole(name: str, config: PretrainedConfig, *, needs_all: bool = True, **options: Any) -> PreTrainedModel:
     """Return the multimodal model, read by transformers.
 
     Args:
         needs_all: whether the parts of images have to be there as well.
-        options: keywords of `from_pretrained`, such as `generation_config`, if not that of the folder.
+        options: keywords of `from_pretrained`: `dtype`, `revision`, and `generation_config` if not that of the folder.
 
     Raises:
         ValueError: if weights are missing, or the files have weights of the text part that the model does not have.
     """
     with unpartitioned():
         whole, found = AutoModelForImageTextToText.from_pretrained(
-            name, config=config, dtype=dtype, revision=revision, output_loading_info=True, **options
+            name, config=config, output_loading_info=True, **options
         )
     text_prefixes = tuple(_name_of(whole, part) + "." for part in (decoder_of(whole), whole.get_output_embeddings()))
     if missing := sorted(key for key in found["missing_keys"] if needs_all or key.startswith(text_prefixes)):

@@ -66,11 +66,10 @@ class PackedDataset:
         self._columns = token_columns(table, self._column_names)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"packing": self.packing, "source": self._source, "columns": self._column_names}
+        return {name: value for name, value in vars(self).items() if name not in ("_rows", "_columns")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.packing, self._source = state["packing"], state["source"]
-        self._column_names = state["columns"]
+        vars(self).update(state)
         self._open()
 
     @property
@@ -221,11 +220,10 @@ def _write_packs(
         arguments["cache_file_name"] = os.path.join(folder, f"cache-{fingerprint}.arrow")
     numbers = datasets.Dataset.from_dict({"pack": np.arange(len(packs))}).with_format("numpy")
     packed = numbers.map(_cut_batch, fn_kwargs={"packs": packs}, **(arguments | map_kwargs))
-    format_ = dataset.format
+    format_, kept = dataset.format, None
     if len(format_["columns"]) < len(dataset.column_names):  # the user chose some
-        kept = [name for name in format_["columns"] if name in packs._columns]
-        return packed.with_format(format_["type"], columns=[*kept, "seq_lengths"], **format_["format_kwargs"])
-    return packed.with_format(format_["type"], **format_["format_kwargs"])
+        kept = [*(name for name in format_["columns"] if name in packs._columns), "seq_lengths"]
+    return packed.with_format(format_["type"], columns=kept, **format_["format_kwargs"])
 
 
 def _cut_batch(batch: dict[str, NDArray[np.int64]], packs: PackedDataset) -> pa.Table:

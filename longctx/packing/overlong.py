@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -144,25 +145,34 @@ def plan_packing(
         for document in np.flatnonzero(too_long):
             kept[document] = whole_turns(turn_ends[int(document)], capacity)
     packing = pack_kept(array, kept, int(capacity), strategy)
+    return packing, report_of(packing, array, kept, strategy=strategy, overlong=overlong)
+
+
+def report_of(packing: Packing, lengths: NDArray[np.int64], kept: NDArray[np.int64], **how: Any) -> PackingReport:
+    """Return what happened to documents of these lengths, of which so many tokens were packed.
+
+    Args:
+        how: the report's strategy, overlong and unit.
+    """
+    too_long = lengths > packing.capacity
     dropped = too_long & (kept == 0)
     report = PackingReport(
-        strategy=strategy,
-        overlong=overlong,
-        capacity=int(capacity),
-        documents=len(array),
-        tokens=int(array.sum()),
-        empty_documents=int(np.count_nonzero(array == 0)),
+        **how,
+        capacity=packing.capacity,
+        documents=len(lengths),
+        tokens=int(lengths.sum()),
+        empty_documents=int(np.count_nonzero(lengths == 0)),
         too_long_documents=int(too_long.sum()),
-        longest_document=int(array.max(initial=0)),
-        tokens_cut=int((array - kept)[~dropped].sum()),
+        longest_document=int(lengths.max(initial=0)),
+        tokens_cut=int((lengths - kept)[~dropped].sum()),
         documents_dropped=int(dropped.sum()),
-        tokens_dropped=int(array[dropped].sum()),
+        tokens_dropped=int(lengths[dropped].sum()),
         pieces=len(packing.indices),
         packs=len(packing),
         tokens_kept=int(packing.piece_lengths(kept).sum()),
     )
     assert report.tokens == report.tokens_kept + report.tokens_cut + report.tokens_dropped, "tokens unaccounted for"
-    return packing, report
+    return report
 
 
 def whole_turns(turn_ends: ArrayLike, capacity: int) -> int:

@@ -8,7 +8,6 @@ without the last token, then the rest of each side.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from longctx.data.sides import Sides
 
 from .dataset import PackedDataset
-from .overlong import OVERLONG, PackingReport, plan_packing
+from .overlong import OVERLONG, PackingReport, plan_packing, report_of
 from .plan import Packing
 
 
@@ -47,15 +46,6 @@ class PairedDataset(PackedDataset):
     def _lengths(self) -> NDArray[np.int64]:
         super()._lengths()
         return lengths_of_pairs(self.kept, self.shared)
-
-    def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("sides", "kept", "shared", "reference")}
-        return super().__getstate__() | own
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name in ("sides", "kept", "shared", "reference"):
-            setattr(self, name, state[name])
-        super().__setstate__(state)
 
     def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
         row = super().__getitem__(index)
@@ -140,25 +130,12 @@ def plan_pairs(
         )
     shared = shared_tokens(sides, share=share)
     lengths = sides.chosen + sides.rejected - shared
-    too_long = lengths > capacity
-    if overlong == "raise" and too_long.any():
+    if overlong == "raise" and (lengths > capacity).any():
         cut = lengths_of_pairs(kept_of_sides(sides, capacity, "truncate", share=share), shared)
         raise ValueError(_too_long_message(lengths, cut, capacity, share=share))
     kept = lengths_of_pairs(kept_of_sides(sides, capacity, overlong, share=share), shared)
-    packing, report = plan_packing(kept, capacity, strategy=strategy)
-    dropped = kept == 0
-    return packing, replace(
-        report,
-        overlong=overlong,
-        unit="pairs",
-        tokens=int(lengths.sum()),
-        empty_documents=0,
-        too_long_documents=int(too_long.sum()),
-        longest_document=int(lengths.max(initial=0)),
-        tokens_cut=int((lengths - kept)[~dropped].sum()),
-        documents_dropped=int(dropped.sum()),
-        tokens_dropped=int(lengths[dropped].sum()),
-    )
+    packing, _ = plan_packing(kept, capacity, strategy=strategy)
+    return packing, report_of(packing, lengths, kept, strategy=strategy, overlong=overlong, unit="pairs")
 
 
 def _too_long_message(lengths: NDArray[np.int64], cut: NDArray[np.int64], capacity: int, *, share: bool) -> str:

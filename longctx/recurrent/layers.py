@@ -181,6 +181,9 @@ def _delta_rule(
     return delta_rule_by_states(rule, inputs, pieces, sequence.ranks), None
 
 
+_SCAN_OPTIONS = ("chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit")
+
+
 def _mamba2_scan(
     functions: ModuleType,
     pieces: Pieces,
@@ -190,16 +193,9 @@ def _mamba2_scan(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    *,
-    chunk_size: int,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    z: Tensor | None = None,
-    **_: Any,
+    **options: Any,
 ) -> Tensor:
     """Compute in place of `mamba2_chunk_scan`, from a state of 0 in every document."""
-    assert z is None, "transformers applies the gate behind the scan"
-    options = {"chunk_size": chunk_size, "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+    assert options.get("z") is None, "transformers applies the gate behind the scan"
+    options = {name: options[name] for name in _SCAN_OPTIONS if name in options}
     return mamba2_by_states(getattr(functions, MAMBA2_SCAN), (x, steps, B, C), A, pieces, group, options)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,15 +65,14 @@ def mamba2_scan(
     Args:
         states: [n, H, E, N], the states before the pieces; None for 0.
     """
-    return by_piece(partial(_of_piece, inspect.unwrap(scan), A, options, gives), inputs, lengths, states)
+    run = inspect.unwrap(scan)
 
+    def of_piece(piece: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        x, steps, B, C = piece
+        found = run(x, steps, A, B, C, initial_states=state, return_final_states=gives, **options)
+        return found if gives else (found, None)
 
-def _of_piece(
-    scan: Scan, A: Tensor, options: Mapping[str, Any], gives: bool, piece: Sequence[Tensor], state: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    x, steps, B, C = piece
-    found = scan(x, steps, A, B, C, initial_states=state, return_final_states=gives, **options)
-    return found if gives else (found, None)
+    return by_piece(of_piece, inputs, lengths, states)
 
 
 def _maps(scan: Scan, inputs: Sequence[Tensor], A: Tensor, lengths: np.ndarray, options: Mapping[str, Any]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from longctx.attention.backend import Backend
 from longctx.attention.cost import Arrangement, Setup
@@ -17,25 +18,11 @@ from longctx.sequence.mesh import SequenceGroups
 from longctx.ulysses.attention import exchanged_attention
 
 
-def ring_schedule_of(
-    layout: Layout,
-    groups: SequenceGroups,
-    kind: AttentionKind,
-    *,
-    transport: str = "p2p",
-    heads_k_stride: int | None = None,
-) -> Schedule:
-    """Return the schedule of a batch's ring; a stride of None is the transport's default."""
+def ring_schedule_of(layout: Layout, groups: SequenceGroups, kind: AttentionKind, **options: Any) -> Schedule:
+    """Return the schedule of a batch's ring, with the transport and the stride of `ring_schedule`."""
     assert layout.plan is not None, "a ring has a plan"
     assert groups.ring is not None, "a ring has a group"
-    return ring_schedule(
-        layout.plan,
-        groups.ring,
-        transport=transport,
-        heads_k_stride=heads_k_stride,
-        kind=kind,
-        segments=layout.segments,
-    )
+    return ring_schedule(layout.plan, groups.ring, kind=kind, segments=layout.segments, **options)
 
 
 gather_schedule_of = partial(ring_schedule_of, transport="gather")
@@ -45,14 +32,8 @@ ring_attention_of = partial(exchanged_attention, ring_schedule_of)
 """Ring attention of a batch. Ulysses ranks, where there are any, first exchange tokens for heads."""
 
 
-def _gather_attention_of(
-    layout: Layout,
-    groups: SequenceGroups,
-    kind: AttentionKind,
-    heads_k_stride: int | None = None,
-    overlap_exchange: bool = False,
-) -> Attend:
-    return partial(attend, gather_schedule_of(layout, groups, kind, heads_k_stride=heads_k_stride))
+def _gather_attention_of(*batch: Any, heads_k_stride: int | None = None, overlap_exchange: bool = False) -> Attend:
+    return partial(attend, gather_schedule_of(*batch, heads_k_stride=heads_k_stride))
 
 
 def _ring_held(elements: float, element_size: int, ring: int, part: float) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -63,30 +64,20 @@ def ulysses_attention(
 
 
 def exchanged_attention(
-    schedule_of: Callable[[Layout, SequenceGroups, AttentionKind], Schedule],
-    layout: Layout,
-    groups: SequenceGroups,
-    kind: AttentionKind,
-    heads_k_stride: int | None = None,
-    overlap_exchange: bool = False,
+    schedule_of: Callable[..., Schedule], layout: Layout, groups: SequenceGroups, kind: AttentionKind, **options: Any
 ) -> Attend:
     """Return the attention of a batch by its schedule, after an exchange where there are Ulysses ranks.
 
     Queries of a head are split only without a ring, whose keys and values would travel once for each part.
     """
-    return scheduled_attention(
-        schedule_of(layout, groups, kind),
-        groups.ulysses,
-        heads_k_stride,
-        split_queries=groups.ring is None,
-        overlap_exchange=overlap_exchange,
-    )
+    schedule = schedule_of(layout, groups, kind)
+    return scheduled_attention(schedule, groups.ulysses, split_queries=groups.ring is None, **options)
 
 
 def scheduled_attention(
     schedule: Schedule,
     group: dist.ProcessGroup | None,
-    heads_k_stride: int | None,
+    heads_k_stride: int | None = None,
     *,
     split_queries: bool,
     overlap_exchange: bool = False,

@@ -60,7 +60,7 @@ def exact(monkeypatch):
 
 def chosen(name: str | None, device=CUDA, dtype=torch.bfloat16, **kinds) -> str:
     prefer(name)
-    return choose_kernel(device, dtype, 64, 2, **kinds).name.removesuffix(" 1.0")
+    return choose_kernel(choose.Inputs(device, dtype, 64, 2, **kinds)).name.removesuffix(" 1.0")
 
 
 def test_the_names_are_those_of_the_rule():
@@ -84,14 +84,14 @@ def test_models_in_turn_have_the_kernels_that_each_asks_for(packages):
         assert chosen("flash_attention_4") == "flash-attn-4"
         assert chosen("eager") == CappedDenseKernel.name
     prefer("sdpa", always_the_same=True)  # a batch of a policy is rounded as that of its reference, which came before
-    assert choose_kernel(CUDA, torch.bfloat16, 64, 2).name == "aten varlen flash"
+    assert choose_kernel(choose.Inputs(CUDA, torch.bfloat16, 64, 2)).name == "aten varlen flash"
 
 
 @pytest.mark.parametrize("name", ALL, ids=str)
 def test_on_the_cpu_every_name_has_a_kernel(name):
     prefer(name)
     expected = CappedDenseKernel if name == "eager" else CpuFlashKernel
-    assert type(choose_kernel(CPU, torch.float32, 16)) is expected
+    assert type(choose_kernel(choose.Inputs(CPU, torch.float32, 16))) is expected
 
 
 def test_flash_attention_2_is_torchs_own_where_the_package_is_absent_or_wrong(packages, exact):

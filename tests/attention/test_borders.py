@@ -57,7 +57,7 @@ def test_windows_of_documents_that_are_about_as_long(pack, window):
 def test_kernels_are_chosen_by_whether_there_is_a_window_or_a_cap(monkeypatch):
     """Those that are wrong with windows or soft caps are passed over only where these are compared."""
     asked, real = [], choose.choose_kernel
-    monkeypatch.setattr(choose, "choose_kernel", lambda *args: (asked.append(args[-2:]), real(*args))[1])
+    monkeypatch.setattr(choose, "choose_kernel", lambda inputs: (asked.append(inputs[-2:]), real(inputs))[1])
     q = torch.randn(1, 2, 6, 8)
     for window, softcap in ((None, None), (2, None), (None, 1.0)):
         entries = Entries.of_documents(np.array([0, 6]), window, softcap)

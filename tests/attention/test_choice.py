@@ -29,7 +29,7 @@ from longctx.attention.choice import (
     choose_backend,
 )
 from longctx.attention.cost import Arrangement, RingWork, Setup
-from longctx.attention.modelled import _pipelined, modelled_seconds
+from longctx.attention.modelled import _pipelined, attention_time
 from longctx.machine.here import Machine, devices_per_node
 from longctx.machine.measure import measure_link
 from longctx.machine.speeds import FLOPS_BACKWARD, FLOPS_FORWARD, TABLE, Link, Speeds
@@ -256,13 +256,13 @@ def test_communication_by_hand(heads, kv, copies):
     attention = dict.fromkeys(("attention_forward", "attention_backward"), math.inf)
     setup = a_setup(sp, heads, kv, within=Link(speed, speed), **attention, **FREE)
     document = np.array([tokens])
-    ulysses = modelled_seconds(setup, Arrangement(name="ulysses", ring=1, ulysses=sp), RingWork.of(document, 1))
+    ulysses = attention_time(setup, Arrangement(name="ulysses", ring=1, ulysses=sp), RingWork.of(document, 1)).seconds
     share = tokens / sp * size * (sp - 1)  # elements of a head that leave or reach a rank
     assert ulysses == pytest.approx(2 * (2 * heads + 2 * kv * copies) * share / sp * e / speed)
     work = RingWork.of(document, sp)
-    gather = modelled_seconds(setup, Arrangement(name="gather", ring=sp, ulysses=1), work)
+    gather = attention_time(setup, Arrangement(name="gather", ring=sp, ulysses=1), work).seconds
     assert gather == pytest.approx(2 * kv * share * (e + e + 4) / speed)
-    ring = modelled_seconds(setup, Arrangement(name="ring", ring=sp, ulysses=1), work)
+    ring = attention_time(setup, Arrangement(name="ring", ring=sp, ulysses=1), work).seconds
     assert 0.9 * gather < ring < 1.0001 * gather  # what no later rank needs stays at home
     forward = gather * e / (e + e + 4), ulysses / 2
     assert forward[0] / forward[1] == pytest.approx(kv * sp / (heads + kv * copies))
@@ -275,7 +275,7 @@ def test_computation_by_hand():
     setup = a_setup(sp, heads, kv, within=Link(math.inf, math.inf), **attention, **FREE)
     share = (FLOPS_FORWARD + FLOPS_BACKWARD) * tokens * (tokens + 1) / 2 * heads * size / sp / flops
     for how in arrangements(sp):
-        seconds = modelled_seconds(setup, how, RingWork.of(np.array([tokens]), how.ring))
+        seconds = attention_time(setup, how, RingWork.of(np.array([tokens]), how.ring)).seconds
         assert share * 0.9999 <= seconds <= share * 1.02, str(how)
 
 
@@ -283,7 +283,7 @@ def test_only_what_outlasts_the_computation_of_a_ring_counts():
     document, how = np.array([65_536]), Arrangement(name="ring", ring=4, ulysses=1)
     work = RingWork.of(document, 4)
     seconds = [
-        modelled_seconds(a_setup(4, *QWEN3_8B, within=Link(speed, speed), **FREE), how, work)
+        attention_time(a_setup(4, *QWEN3_8B, within=Link(speed, speed), **FREE), how, work).seconds
         for speed in (1e8, 1e9, 1e12, math.inf)
     ]
     communication = 2 * 8 * 128 * 65_536 / 4 * 3 * (2 + 2 + 4) / 1e8

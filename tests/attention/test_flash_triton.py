@@ -93,7 +93,9 @@ def disagreements(sources: str) -> dict[str, str | None]:
     for name, module, windowed in (("exact", as_cuda, False), ("windows", as_cuda, True), ("lse", interface, False)):
         for dtype in (torch.float32, torch.bfloat16):
             kernel = FlashAttention2(RELEASE, module)
-            found[f"{name}, {dtype}"] = check.disagreement(kernel, torch.device("cpu"), dtype, 32, 2, windowed)
+            found[f"{name}, {dtype}"] = check.disagreement(
+                kernel, check.Inputs(torch.device("cpu"), dtype, 32, 2, windowed)
+            )
     return found
 
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longctx.attention.kernels import DenseKernel, block_forward, blockwise, check, choose, flash_attn
+from longctx.attention.kernels import DenseKernel, Inputs, block_forward, blockwise, check, choose, flash_attn
 from longctx.attention.kernels.check import disagreement, disagreement_elsewhere, make_entries, make_inputs
 from longctx.attention.kernels.choose import candidates, choose_kernel, first_exact
 from longctx.attention.kernels.cudnn import CudnnKernel
@@ -49,7 +49,7 @@ COVERING = [(1, torch.bfloat16, False), (4, torch.float16, True)]
 @pytest.mark.parametrize("kernel", STAND_INS)
 def test_flash_attention_adapters_are_exact(kernel, queries_per_key, dtype, capped):
     adapter = kernel("stand-in", STAND_INS[kernel])
-    assert disagreement(adapter, CPU, dtype, 64, queries_per_key, windowed=True, capped=capped) is None
+    assert disagreement(adapter, Inputs(CPU, dtype, 64, queries_per_key, windowed=True, capped=capped)) is None
 
 
 def test_other_signatures_are_passed_over(caplog):
@@ -59,7 +59,7 @@ def test_other_signatures_are_passed_over(caplog):
         raise AssertionError("not reached")
 
     old = FlashAttention3("3.0.0b1", SimpleNamespace(_flash_attn_forward=before, _flash_attn_backward=before))
-    assert "TypeError" in disagreement(old, CPU, torch.bfloat16, 64, 1, windowed=False)
+    assert "TypeError" in disagreement(old, Inputs(CPU, torch.bfloat16, 64, 1))
 
 
 def efficient_scores(q, k, bias, is_causal, scale):
@@ -157,14 +157,14 @@ def aten_on_cpu():
 @pytest.mark.parametrize("kernel", [AtenFlashKernel, CudnnKernel])
 @pytest.mark.parametrize("queries_per_key", [1, 4])
 def test_torch_adapters_are_exact(kernel, queries_per_key):
-    assert disagreement(kernel(), CPU, torch.bfloat16, 64, queries_per_key, windowed=True) is None
+    assert disagreement(kernel(), Inputs(CPU, torch.bfloat16, 64, queries_per_key, windowed=True)) is None
 
 
 @pytest.mark.usefixtures("aten_on_cpu")
 @pytest.mark.parametrize("queries_per_key", [1, 4])
 def test_the_memory_efficient_adapter_is_exact_in_fp32(queries_per_key):
     """Windows and leads of keys too, for which it gets masks."""
-    assert disagreement(MemoryEfficientKernel(), CPU, torch.float32, 64, queries_per_key, windowed=True) is None
+    assert disagreement(MemoryEfficientKernel(), Inputs(CPU, torch.float32, 64, queries_per_key, windowed=True)) is None
 
 
 @pytest.mark.usefixtures("aten_on_cpu")
@@ -176,7 +176,7 @@ def test_the_operator_of_a_kernel_is_checked_too(monkeypatch, name):
         return lambda q, k, v, scale: right(self, entries)(q, k, v, factor * scale) + (k - k.detach()).sum()
 
     monkeypatch.setattr(AtenFlashKernel, "operator", wrong)
-    found = disagreement(AtenFlashKernel(), CPU, torch.bfloat16, 64, 1, windowed=False)
+    found = disagreement(AtenFlashKernel(), Inputs(CPU, torch.bfloat16, 64, 1))
     assert found.startswith(f"{name} of its operator is off by")
 
 
@@ -249,7 +249,7 @@ def test_wrong_kernel_is_passed_over(monkeypatch, caplog):
     monkeypatch.setattr(FlashAttention2, "fits", lambda *_: True)
     kernels = [FlashAttention2(fault, SimpleNamespace(**changed)) for fault, changed in WRONG.items()]
     whole = FlashAttention2("whole", STAND_INS[FlashAttention2])
-    assert first_exact([*kernels, whole], CPU, torch.bfloat16, 64, 2, windowed=True) is whole
+    assert first_exact([*kernels, whole], Inputs(CPU, torch.bfloat16, 64, 2, windowed=True)) is whole
     for fault, line in zip(WRONG, caplog.messages, strict=True):
         assert f"flash-attn {fault} is passed over" in line
         assert ("AttributeError" if fault == "missing library" else "allowed is 1.6e-02") in line
@@ -288,7 +288,7 @@ def test_a_library_is_checked_in_a_process_of_its_own(kind, tmp_path, monkeypatc
     root = str(Path(__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), root, os.environ.get("PYTHONPATH", "")]))
     kernel = FlashAttention2("2.8.3")
-    found = disagreement_elsewhere(kernel, CPU, torch.bfloat16, 64, 2, windowed=False)
+    found = disagreement_elsewhere(kernel, Inputs(CPU, torch.bfloat16, 64, 2))
     assert found is None if wrong is None else re.match(wrong, found)
     assert not kernel.is_loaded
 
@@ -298,23 +298,23 @@ def test_a_process_without_a_result_is_given_up(monkeypatch):
         raise subprocess.TimeoutExpired("python", timeout)
 
     monkeypatch.setattr(check.subprocess, "run", without_end)
-    found = disagreement_elsewhere(FlashAttention2("2.8.3"), CPU, torch.bfloat16, 64, 2, windowed=False)
+    found = disagreement_elsewhere(FlashAttention2("2.8.3"), Inputs(CPU, torch.bfloat16, 64, 2))
     assert found == "a process that checked it had no result after 600 s"
 
 
 def test_only_libraries_are_checked_elsewhere(monkeypatch):
     monkeypatch.setattr(choose, "disagreement_elsewhere", lambda kernel, *_: f"{kernel.name} elsewhere")
     monkeypatch.setattr(choose, "disagreement", lambda kernel, *_: f"{kernel.name} here")
-    where = CPU, torch.bfloat16, 64, 1, False
+    inputs = Inputs(CPU, torch.bfloat16, 64)
     kernels = FlashAttention2("2.8.3"), AtenFlashKernel(), FlashAttention2("2.8.3", STAND_INS[FlashAttention2])
-    found = [choose._disagreement(kernel, *where) for kernel in kernels]
+    found = [choose._disagreement(kernel, inputs) for kernel in kernels]
     assert found == ["flash-attn 2.8.3 elsewhere", "aten varlen flash here", "flash-attn 2.8.3 here"]
 
 
 def test_without_another_kernel_long_sequences_are_refused(monkeypatch):
     """Forward and backward, before the scores take memory; blocks of queries under a window are no square."""
     monkeypatch.setattr(blockwise, "DENSE_TOKENS", 96)
-    kernel = first_exact([], CPU, torch.float32, 16, 1, windowed=False)
+    kernel = first_exact([], Inputs(CPU, torch.float32, 16, 1))
     for sizes, causal, window, is_refused in (
         ([(96, 96)], True, None, False),
         ([(97, 97)], True, None, True),
@@ -340,8 +340,8 @@ def test_without_another_kernel_long_sequences_are_refused(monkeypatch):
 def test_windows_are_compared_only_where_they_are_asked_for(monkeypatch):
     monkeypatch.setattr(FlashAttention2, "fits", lambda *_: True)
     kernel = FlashAttention2("no windows", SimpleNamespace(**WRONG["window ignored"]))
-    assert first_exact([kernel], CPU, torch.bfloat16, 64, 1, windowed=False) is kernel
-    assert isinstance(first_exact([kernel], CPU, torch.bfloat16, 64, 1, windowed=True), DenseKernel)
+    assert first_exact([kernel], Inputs(CPU, torch.bfloat16, 64, 1)) is kernel
+    assert isinstance(first_exact([kernel], Inputs(CPU, torch.bfloat16, 64, 1, windowed=True)), DenseKernel)
 
 
 ORDER = {
@@ -381,7 +381,7 @@ def test_cudnn_takes_long_documents_that_are_alone(monkeypatch):
     for kernel in (CudnnKernel, AtenFlashKernel):
         monkeypatch.setattr(kernel, "fits", lambda *_: True)
     monkeypatch.setattr(choose, "LONG_DOCUMENT", 64)
-    chosen = first_exact([CudnnKernel(), AtenFlashKernel()], CPU, torch.bfloat16, 16, 1, windowed=False)
+    chosen = first_exact([CudnnKernel(), AtenFlashKernel()], Inputs(CPU, torch.bfloat16, 16, 1))
     assert chosen.name == "aten varlen flash; cuDNN for one document of 64 tokens or more"
     calls = []
     for kernel in (CudnnKernel, AtenFlashKernel):
@@ -423,7 +423,7 @@ def test_cudnn_plans_only_for_shapes_that_recur_and_for_so_many(monkeypatch):
     monkeypatch.setattr(choose, "LONG_DOCUMENT", 64)
     monkeypatch.setattr(choose, "MAX_PLANS", 2)
     monkeypatch.setattr(choose, "REMEMBERED_SHAPES", 3)
-    chosen = first_exact([CudnnKernel(), AtenFlashKernel()], CPU, torch.bfloat16, 16, 1, windowed=False)
+    chosen = first_exact([CudnnKernel(), AtenFlashKernel()], Inputs(CPU, torch.bfloat16, 16, 1))
 
     def by(entries):
         return chosen.forward(*[torch.empty(0)] * 3, entries, 1.0)
@@ -444,7 +444,7 @@ def test_cudnn_plans_only_for_shapes_that_recur_and_for_so_many(monkeypatch):
 
 def test_dtypes_and_head_sizes_that_no_kernel_knows_are_refused():
     with pytest.raises(ValueError, match=r"torch.int32. Use one of torch.float64, .*torch.bfloat16"):
-        choose_kernel(CPU, torch.int32, 64)
+        choose_kernel(Inputs(CPU, torch.int32, 64))
     q, k, v, _ = make_inputs([(8, 8)], (2, 2), 16, torch.float32)
     with pytest.raises(ValueError, match="sizes 16, 16 and 8, which must be equal"):
         block_forward(q, k, v[..., :8], make_entries([(8, 8)], True), 1.0)

@@ -19,7 +19,7 @@ from longctx.attention.kernels import (
     choose_kernel,
 )
 from longctx.attention.kernels.check import disagreement, make_entries, make_inputs, why_not_exact
-from longctx.attention.kernels.entries import upload
+from longctx.attention.kernels.entries import Inputs, upload
 
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 # Sums of some hundred terms in another order. The bounds users are promised.
@@ -176,7 +176,7 @@ def test_rows_go_to_a_device_once(monkeypatch):
         out, lse = block_forward(q, k, v, entries, 0.3)
         block_backward(grad, q, k, v, torch.zeros_like(q), torch.zeros(1, 2, 9), entries, 0.3)
     assert sorted(uploads) == [7, 9]
-    expected, expected_lse = choose_kernel(q.device, q.dtype, 8).forward(
+    expected, expected_lse = choose_kernel(Inputs(q.device, q.dtype, 8)).forward(
         q[:, :, [0, 1, 2, 5, 6, 7, 8]], k[:, :, [*range(2, 9), 0, 1]], v[:, :, [*range(2, 9), 0, 1]], entries, 0.3
     )
     assert torch.equal(out, expected)
@@ -200,7 +200,7 @@ def test_a_kernel_is_checked_inside_of_a_checkpointed_layer():
     found = []
 
     def layer(x):
-        found.append(disagreement(choose_kernel(x.device, x.dtype, 8), x.device, x.dtype, 8, 1, windowed=False))
+        found.append(disagreement(choose_kernel(Inputs(x.device, x.dtype, 8)), Inputs(x.device, x.dtype, 8)))
         return x.square()
 
     torch.utils.checkpoint.checkpoint(layer, torch.ones(2, requires_grad=True), use_reentrant=False)

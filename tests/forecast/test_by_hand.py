@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 from benchmarks.scaling.simulate import simulate
 from benchmarks.shapes import changed, shape_of
 from longctx.attention.cost import Arrangement, RingWork, Setup
-from longctx.attention.modelled import attention_time, modelled_seconds
+from longctx.attention.modelled import attention_time
 from longctx.forecast import memory
 from longctx.forecast.cost import cost
 from longctx.forecast.layer_memory import layer_bytes
@@ -123,7 +123,7 @@ def test_a_ring_of_two_hop_by_hop() -> None:
     row = 160 / 608
     others = 10.16 + 2 * row, 20.26 + 4 * row
     backward = 5.25 + max(others[0] + 25.11, others[1] + 15.11, max(others) + 5 * 2 + 0.25)
-    assert modelled_seconds(setup, how, work) == pytest.approx(forward + backward)
+    assert attention_time(setup, how, work).seconds == pytest.approx(forward + backward)
     found = attention_time(setup, how, work)
     assert found.compute == pytest.approx([16.27 + 35.27 + 2 * row, 18.37 + 35.37 + 4 * row])
     assert found.link == pytest.approx(5.25 + 3.25 + 10.25)  # what rank 1 receives forward, and rank 0 backward
@@ -136,11 +136,11 @@ def test_ulysses_exchanges_and_attends() -> None:
     and in the backward pass as many. Half of them leave. All are read or written four times besides.
     """
     setup = setup_on(attention=1.0, memory=2.0, link=10.0, across=1e-9, message=0.5, launch=3.0)
-    seconds = modelled_seconds(setup, Arrangement(name="ulysses", ring=1, ulysses=2), RingWork.of(np.array([8]), 1))
+    time = attention_time(setup, Arrangement(name="ulysses", ring=1, ulysses=2), RingWork.of(np.array([8]), 1))
     held = 2 * 48 * 2 * 4
     exchanged = held / 2 / 10.0 + 4 * held / 2.0 + 4 * 0.5
     attended = 36 * (4 + 10) * 16 / 2 / 1.0 + 2 * 3.0
-    assert seconds == pytest.approx(exchanged + attended)
+    assert time.seconds == pytest.approx(exchanged + attended)
 
 
 # ------------------------------------------------------------------------------------------------

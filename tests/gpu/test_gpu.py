@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING
 
 from longctx import parallelize
 from longctx.attention.kernels.check import BOUNDS, make_entries, make_inputs
-from longctx.attention.kernels.choose import candidates, choose_kernel, prefer
+from longctx.attention.kernels.choose import Inputs, candidates, choose_kernel, prefer
 from longctx.layers.loss import _of_dtype
 from longctx.layers.loss_tile import BOUND_OF_OUTPUTS, kernel_agrees
 from longctx.settings.launcher import read_profile
@@ -110,7 +110,7 @@ def test_every_kernel_equals_fp64(kind, length, gpu):
     q, k, v, grad = (x.to(gpu) for x in make_inputs(sizes, HEADS, HEAD_SIZE, torch.bfloat16))
     scale = HEAD_SIZE**-0.5
     exact = exact_attention(q, k, v, grad, sizes, causal, window, scale)
-    chosen = choose_kernel(gpu, q.dtype, HEAD_SIZE, HEADS[0] // HEADS[1], window is not None)
+    chosen = choose_kernel(Inputs(gpu, q.dtype, HEAD_SIZE, HEADS[0] // HEADS[1], window is not None))
     tried = [kernel for kernel in candidates() if kernel.fits(gpu, q.dtype, HEAD_SIZE) and kernel.takes(entries)]
     for kernel in [chosen, *tried]:
         out, lse = kernel.forward(q, k, v, entries, scale)
@@ -130,7 +130,7 @@ def test_every_kernel_that_can_be_asked_for_equals_fp64(name, kind, gpu):
     scale = HEAD_SIZE**-0.5
     prefer(name)
     try:
-        kernel = choose_kernel(gpu, q.dtype, HEAD_SIZE, HEADS[0] // HEADS[1], window is not None)
+        kernel = choose_kernel(Inputs(gpu, q.dtype, HEAD_SIZE, HEADS[0] // HEADS[1], window is not None))
     except ValueError as refusal:
         if name not in ("flash_attention_3", "flash_attention_4"):
             raise

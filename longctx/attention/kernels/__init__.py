@@ -7,13 +7,14 @@ each sees the keys up to its own.
 
 from longctx.attention.kernels.blockwise import CappedDenseKernel, CpuFlashKernel, DenseKernel
 from longctx.attention.kernels.choose import block_backward, block_forward, block_operator, choose_kernel, prefer
-from longctx.attention.kernels.entries import Entries, Kernel, Operator, add, merge, upload
+from longctx.attention.kernels.entries import Entries, Inputs, Kernel, Operator, add, merge, upload
 
 __all__ = [
     "CappedDenseKernel",
     "CpuFlashKernel",
     "DenseKernel",
     "Entries",
+    "Inputs",
     "Kernel",
     "Operator",
     "add",

@@ -6,6 +6,7 @@ Shape legend: H query heads, K key/value heads (H a multiple of K), N queries, M
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +20,21 @@ DENSE_TOKENS = 8192
 """Most tokens in one call of the dense fallback: scores in fp32 then take 256 MiB a head, several times over."""
 
 
+class Call(NamedTuple):
+    """What a call does with scores: it has a causal flag, or a mask, or neither."""
+
+    causal: bool
+    """For as many keys as queries."""
+    mask: Tensor | None
+    """Additive, [queries, keys]."""
+    scale: float
+    softcap: float | None
+
+
 class BlockwiseKernel(Kernel):
     """A kernel that computes one entry per call, or a block of its queries if the entry needs a mask.
 
-    A call has a causal flag, for as many keys as queries, or an additive mask [queries, keys], or neither. Subclasses
-    implement it in `_forward` and `_backward`, which are given the entries' soft cap, too.
+    Subclasses implement a call in `_forward` and `_backward`.
     """
 
     max_scores: int | None = None
@@ -31,51 +42,32 @@ class BlockwiseKernel(Kernel):
 
     def forward(self, q, k, v, entries, scale):
         if entries.is_one_call and self.max_scores is None:
-            out, lse = self._forward(q, k, v, entries.causal, None, scale, entries.softcap)
+            out, lse = self._forward(q, k, v, Call(entries.causal, None, scale, entries.softcap))
             return out, lse.contiguous()
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:3], dtype=_wide(q))
         for at_q, at_kv, causal, mask in _calls(entries, q, self.max_scores):
             rows = q[:, :, at_q], k[:, :, at_kv], v[:, :, at_kv]
-            out[:, :, at_q], lse[:, :, at_q] = self._forward(*rows, causal, mask, scale, entries.softcap)
+            out[:, :, at_q], lse[:, :, at_q] = self._forward(*rows, Call(causal, mask, scale, entries.softcap))
         return out, lse
 
     def backward(self, grad_out, q, k, v, out, lse, entries, scale):
         if entries.is_one_call and self.max_scores is None:
-            return self._backward(grad_out, q, k, v, out, lse, entries.causal, None, scale, entries.softcap)
+            return self._backward(grad_out, q, k, v, out, lse, Call(entries.causal, None, scale, entries.softcap))
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros_like(x, dtype=_wide(x)) for x in (k, v))
         for at_q, at_kv, causal, mask in _calls(entries, q, self.max_scores):
             rows = grad_out[:, :, at_q], q[:, :, at_q], k[:, :, at_kv], v[:, :, at_kv], out[:, :, at_q], lse[:, :, at_q]
-            dq[:, :, at_q], *grads = self._backward(*rows, causal, mask, scale, entries.softcap)
+            dq[:, :, at_q], *grads = self._backward(*rows, Call(causal, mask, scale, entries.softcap))
             for total, grad in zip((dk, dv), grads, strict=True):
                 total[:, :, at_kv] += grad  # blocks of one entry share keys
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
-    def _forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool,
-        mask: Tensor | None,
-        scale: float,
-        softcap: float | None,
-    ) -> tuple[Tensor, Tensor]:
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
     def _backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        mask: Tensor | None,
-        scale: float,
-        softcap: float | None,
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError
 
@@ -85,13 +77,13 @@ class CpuFlashKernel(BlockwiseKernel):
 
     name = "aten flash for CPU"
 
-    def _forward(self, q, k, v, causal, mask, scale, softcap):
+    def _forward(self, q, k, v, call):
         forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-        return forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        return forward(q, k, v, 0.0, call.causal, attn_mask=call.mask, scale=call.scale)
 
-    def _backward(self, grad_out, q, k, v, out, lse, causal, mask, scale, softcap):
+    def _backward(self, grad_out, q, k, v, out, lse, call):
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-        return backward(grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+        return backward(grad_out, q, k, v, out, lse, 0.0, call.causal, attn_mask=call.mask, scale=call.scale)
 
     def operator(self, entries: Entries) -> Operator | None:
         if not entries.is_one_call:
@@ -106,20 +98,20 @@ class DenseKernel(BlockwiseKernel):
     name = "dense"
     caps_scores = True
 
-    def _forward(self, q, k, v, causal, mask, scale, softcap):
+    def _forward(self, q, k, v, call):
         with torch.autocast(q.device.type, enabled=False):
-            scores, _ = self._scores(q, k, causal, mask, scale, softcap)
+            scores, _ = self._scores(q, k, call)
             lse = scores.logsumexp(-1)
             weights = (scores - lse[..., None]).exp()
             return (weights @ repeat_heads(v, q).to(weights)).to(q.dtype), lse
 
-    def _backward(self, grad_out, q, k, v, out, lse, causal, mask, scale, softcap):
+    def _backward(self, grad_out, q, k, v, out, lse, call):
         with torch.autocast(q.device.type, enabled=False):
-            scores, slope = self._scores(q, k, causal, mask, scale, softcap)
+            scores, slope = self._scores(q, k, call)
             weights = (scores - lse[..., None]).exp()
             grad_out, out = grad_out.to(weights), out.to(weights)
             grad_weights = grad_out @ repeat_heads(v, q).to(weights).transpose(-1, -2)
-            grad_scores = weights * (grad_weights - (grad_out * out).sum(-1, keepdim=True)) * scale
+            grad_scores = weights * (grad_weights - (grad_out * out).sum(-1, keepdim=True)) * call.scale
             if slope is not None:
                 grad_scores *= slope
             dq = grad_scores @ repeat_heads(k, q).to(weights)
@@ -128,10 +120,9 @@ class DenseKernel(BlockwiseKernel):
             return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     @staticmethod
-    def _scores(
-        q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def _scores(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
         """Return scores [1, H, N, M], and where they are capped, their derivative by the scores before the cap."""
+        causal, mask, scale, softcap = call
         scores = q.to(_wide(q)) @ repeat_heads(k, q).to(_wide(q)).transpose(-1, -2) * scale
         slope = None
         if softcap is not None:
@@ -158,10 +149,10 @@ class ShortDenseKernel(DenseKernel):
     name = f"dense, up to {DENSE_TOKENS:,} tokens"
 
     @staticmethod
-    def _scores(q, k, causal, mask, scale, softcap):
+    def _scores(q, k, call):
         if q.shape[2] * k.shape[2] > DENSE_TOKENS**2:
             raise ValueError(dense_refusal(max(q.shape[2], k.shape[2])))
-        return DenseKernel._scores(q, k, causal, mask, scale, softcap)
+        return DenseKernel._scores(q, k, call)
 
 
 def dense_refusal(tokens: int) -> str:

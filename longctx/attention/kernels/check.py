@@ -26,7 +26,7 @@ from torch import Tensor
 
 from longctx.attention.kernels import flash_attn
 from longctx.attention.kernels.blockwise import DenseKernel
-from longctx.attention.kernels.entries import Entries, Kernel
+from longctx.attention.kernels.entries import Entries, Inputs, Kernel
 from longctx.sequence.host_tensors import saved_in_place
 from longctx.untrusted.working_directory import without_working_directory
 
@@ -67,22 +67,9 @@ SOFTCAP = 2.0
 """A soft cap that changes most scores of these problems, whose standard deviation is 1."""
 
 
-def disagreement(
-    kernel: Kernel,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    queries_per_key: int,
-    windowed: bool,
-    capped: bool = False,
-) -> str | None:
-    """Return where the kernel is wrong or fails, with value and bound; None if it is exact.
-
-    Args:
-        queries_per_key: query heads that share a key/value head.
-        windowed: whether sliding windows are compared too.
-        capped: whether scores have a soft cap.
-    """
+def disagreement(kernel: Kernel, inputs: Inputs) -> str | None:
+    """Return where the kernel is wrong or fails on such inputs, with value and bound; None if it is exact."""
+    device, dtype, head_dim, queries_per_key, windowed, capped = inputs
     for kind, (sizes, causal, window) in KINDS.items():
         entries = make_entries(sizes, causal, window, SOFTCAP if capped else None)
         if (window is not None and not windowed) or not kernel.takes(entries):
@@ -208,17 +195,9 @@ LONGEST_SECONDS = 600.0
 _CODE = "from longctx.attention.kernels.check import main; main()"
 
 
-def disagreement_elsewhere(
-    kernel: flash_attn.FlashAttentionKernel,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    queries_per_key: int,
-    windowed: bool,
-    capped: bool = False,
-) -> str | None:
+def disagreement_elsewhere(kernel: flash_attn.FlashAttentionKernel, inputs: Inputs) -> str | None:
     """Return `disagreement` from a separate process, or how that process ended if it gave no result."""
-    problem = head_dim, queries_per_key, windowed, capped
+    device, dtype, *problem = inputs
     what = [type(kernel).__name__, kernel.release, str(device), str(dtype), *problem]
     try:
         done = subprocess.run(
@@ -246,5 +225,5 @@ def main() -> None:
     if where.type == "cuda":
         torch.cuda.set_device(where)
     kernel = getattr(flash_attn, kind)(release)
-    wrong = disagreement(kernel, where, getattr(torch, dtype.removeprefix("torch.")), *problem)
+    wrong = disagreement(kernel, Inputs(where, getattr(torch, dtype.removeprefix("torch.")), *problem))
     print(json.dumps([wrong]), flush=True)

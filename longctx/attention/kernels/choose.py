@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from longctx.attention.kernels.blockwise import CappedDenseKernel, CpuFlashKerne
 from longctx.attention.kernels.check import BOUNDS, disagreement, disagreement_elsewhere
 from longctx.attention.kernels.cudnn import CudnnKernel
 from longctx.attention.kernels.efficient import MemoryEfficientKernel
-from longctx.attention.kernels.entries import Entries, Kernel, Operator, take
+from longctx.attention.kernels.entries import Entries, Inputs, Kernel, Operator, take
 from longctx.attention.kernels.varlen import AtenFlashKernel
 
 logger = logging.getLogger(__name__)
@@ -75,50 +75,30 @@ def candidates(name: str | None = None) -> Iterator[Kernel]:
     yield MemoryEfficientKernel()
 
 
-def choose_kernel(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    queries_per_key: int = 1,
-    windowed: bool = False,
-    capped: bool = False,
-) -> Kernel:
+def choose_kernel(inputs: Inputs) -> Kernel:
     """Return the fastest kernel that is exact on such tensors, of those that `prefer` has named.
 
     On CUDA each kernel is compared with the dense one, once a process.
 
-    Args:
-        queries_per_key: query heads that share a key/value head.
-        windowed: whether it has to compute sliding windows.
-        capped: whether it has to compute soft-capped scores.
-
     Raises:
         ValueError: for a dtype that no kernel computes in, or if the named FlashAttention is not exact on CUDA.
     """
-    return _choose(*_preferred, device, dtype, head_dim, queries_per_key, windowed, capped)
+    return _choose(*_preferred, inputs)
 
 
 @functools.cache
-def _choose(
-    name: str | None,
-    always_the_same: bool,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    queries_per_key: int,
-    windowed: bool,
-    capped: bool,
-) -> Kernel:
+def _choose(name: str | None, always_the_same: bool, inputs: Inputs) -> Kernel:
+    device, dtype, head_dim, _, windowed, capped = inputs
     if dtype not in BOUNDS:
         raise ValueError(f"No attention kernel computes in {dtype}. Use one of {', '.join(map(str, BOUNDS))}.")
     if device.type == "cpu":
         return CappedDenseKernel() if capped or name == "eager" else CpuFlashKernel()
     kernels = (kernel for kernel in candidates(name) if not (always_the_same and isinstance(kernel, CudnnKernel)))
-    kernel = first_exact(kernels, device, dtype, head_dim, queries_per_key, windowed, capped)
+    kernel = first_exact(kernels, inputs)
     if name in FLASH_ATTENTION and isinstance(kernel, DenseKernel):
         kinds = "".join([", sliding windows"] * windowed + [", soft-capped scores"] * capped)
         reasons = [
-            f"{kernel.name}: {_disagreement(kernel, device, dtype, head_dim, queries_per_key, windowed, capped)}"
+            f"{kernel.name}: {_disagreement(kernel, inputs)}"
             for kernel in candidates(name)
             if kernel.fits(device, dtype, head_dim) and (kernel.caps_scores or not capped)
         ]
@@ -129,24 +109,17 @@ def _choose(
     return kernel
 
 
-def first_exact(
-    kernels: Iterable[Kernel],
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    queries_per_key: int,
-    windowed: bool,
-    capped: bool = False,
-) -> Kernel:
+def first_exact(kernels: Iterable[Kernel], inputs: Inputs) -> Kernel:
     """Return the first kernel that fits and is exact, else a dense one; without a cap it takes short sequences only.
 
     An exact cuDNN kernel takes long documents, and the next exact kernel all else. Each that is not exact is logged.
     """
+    device, dtype, head_dim, *_, capped = inputs
     long_document = None
     for kernel in kernels:
         if not kernel.fits(device, dtype, head_dim) or (capped and not kernel.caps_scores):
             continue
-        wrong = _disagreement(kernel, device, dtype, head_dim, queries_per_key, windowed, capped)
+        wrong = _disagreement(kernel, inputs)
         if wrong is not None:
             logger.warning(
                 "longctx: the attention kernel %s is passed over for %s, head size %d, on %s: %s",
@@ -159,11 +132,11 @@ def first_exact(
     return CappedDenseKernel() if capped else ShortDenseKernel()
 
 
-def _disagreement(kernel: Kernel, *where: Any) -> str | None:
+def _disagreement(kernel: Kernel, inputs: Inputs) -> str | None:
     """Return where the kernel is wrong, or None. A library that is not loaded yet is tried in another process."""
     if isinstance(kernel, flash_attn.FlashAttentionKernel) and not kernel.is_loaded:
-        return disagreement_elsewhere(kernel, *where)
-    return disagreement(kernel, *where)
+        return disagreement_elsewhere(kernel, inputs)
+    return disagreement(kernel, inputs)
 
 
 class _LongDocuments(Kernel):
@@ -253,6 +226,6 @@ def _kernel_for(q: Tensor, k: Tensor, v: Tensor, entries: Entries) -> Kernel:
             "be equal. Pad the values with zeros to the size of the queries and keys."
         )
     windowed, capped = entries.window is not None, entries.softcap is not None
-    kernel = choose_kernel(q.device, q.dtype, q.shape[-1], q.shape[1] // k.shape[1], windowed, capped)
+    kernel = choose_kernel(Inputs(q.device, q.dtype, q.shape[-1], q.shape[1] // k.shape[1], windowed, capped))
     assert kernel.caps_scores or not capped, f"the kernel {kernel.name} would leave out the soft cap of scores"
     return kernel

@@ -32,14 +32,16 @@ class MemoryEfficientKernel(BlockwiseKernel):
             return head_dim > 256 and head_dim % 8 == 0
         return dtype == torch.float32 and head_dim % 4 == 0
 
-    def _forward(self, q, k, v, causal, mask, scale, softcap):
+    def _forward(self, q, k, v, call):
         forward = torch.ops.aten._scaled_dot_product_efficient_attention
+        causal, mask, scale, _ = call
         bias = _as_bias(mask, q)
         out, lse, *_ = forward(q, repeat_heads(k, q), repeat_heads(v, q), bias, True, 0.0, causal, scale=scale)
         return out, lse[:, :, : q.shape[2]]
 
-    def _backward(self, grad_out, q, k, v, out, lse, causal, mask, scale, softcap):
+    def _backward(self, grad_out, q, k, v, out, lse, call):
         backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+        causal, mask, scale, _ = call
         lse = F.pad(lse, (0, -q.shape[2] % LSE_ALIGNMENT), value=math.inf)
         no_seed = torch.empty((), dtype=torch.int64, device=q.device)
         dq, dk, dv, _ = backward(

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -226,6 +226,20 @@ def count_backward(out: Tensor) -> Tensor:
         node.register_prehook(lambda grads: backward.__enter__())
         node.register_hook(lambda *grads: backward.__exit__())
     return out
+
+
+class Inputs(NamedTuple):
+    """The kind of tensors that a kernel is chosen for."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    queries_per_key: int = 1
+    """Query heads that share a key/value head."""
+    windowed: bool = False
+    """Whether entries have sliding windows."""
+    capped: bool = False
+    """Whether scores have a soft cap."""
 
 
 class Kernel:

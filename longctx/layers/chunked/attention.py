@@ -82,8 +82,8 @@ class HostAttention:
             lead = max(first, start - self.window + 1)
             seen = queries.copy()
             seen[0, 0] = lead
-            return Block(slice(start, stop), [(slice(lead, stop), self._causal(queries - start, seen - lead))])
-        parts = [(slice(start, stop), self._causal(queries - start, queries - start))]
+            return Block(slice(start, stop), [(slice(lead, stop), self._shared(queries - start, seen - lead))])
+        parts = [(slice(start, stop), self._shared(queries - start, queries - start))]
         crossing = np.array([[0, bounds[1] - start]])  # queries of the document that began before the block
         for at in range(first // self.block * self.block, start, self.block):
             keys = slice(max(first, at), min(at + self.block, start))
@@ -91,10 +91,7 @@ class HostAttention:
             parts.append((keys, self._shared(crossing, seen, causal=False)))
         return Block(slice(start, stop), parts)
 
-    def _causal(self, queries: np.ndarray, keys: np.ndarray) -> Entries:
-        return self._shared(queries, keys, causal=True)
-
-    def _shared(self, queries: np.ndarray, keys: np.ndarray, *, causal: bool) -> Entries:
+    def _shared(self, queries: np.ndarray, keys: np.ndarray, *, causal: bool = True) -> Entries:
         window = self.window if causal else None
         found = Entries(queries, keys, causal=causal, window=window, softcap=self.softcap)
         return self._entries.setdefault((queries.tobytes(), keys.tobytes(), causal), found)

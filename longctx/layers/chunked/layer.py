@@ -392,16 +392,11 @@ def _layer_forward(
     copies: Copies,
     kept: KeptOutput,
     hidden_states: Tensor,
+    *,
+    sequence: AttentionContext,
     **keywords: Any,
 ) -> Tensor:
-    step = ChunkedLayer(
-        keep_pass(forward),
-        {name: value for name, value in keywords.items() if name != "sequence"},
-        sequence=keywords["sequence"],
-        size=size,
-        kept=kept,
-        copies=copies,
-    )
+    step = ChunkedLayer(keep_pass(forward), keywords, sequence=sequence, size=size, kept=kept, copies=copies)
     return RunChunked.apply(step, hidden_states, *trained(layer))
 
 
