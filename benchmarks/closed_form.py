@@ -22,14 +22,11 @@ one named 141 GB 150.1e9, a node of the host's memory 1.9e12.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +40,7 @@ from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.shape import RunShape
 from longctx.machine.here import Machine
 
+from . import page
 from .published import CONFIGS, HELD_BACK, HOST_BYTES, PUBLISHED, Published, read
 from .shapes import shape_of, traced_settings, traced_shape
 
@@ -183,7 +181,7 @@ def _shape(row: Published) -> RunShape:
 
 def table(path: Path = PUBLISHED) -> str:
     """Every row with a length or a peak, with its error, and what the errors amount to."""
-    lines = ["| stack | GPUs | model | features | published | predicted | error | binds |", "| --- " * 8 + "|"]
+    lines = [page.head(["stack", "GPUs", "model", "features", "published", "predicted", "error", "binds"])]
     errors: list[float] = []
     notes: list[str] = []
     for row in compared(path):
@@ -193,10 +191,9 @@ def table(path: Path = PUBLISHED) -> str:
         if reason := row.miss():
             notes.append(f"{len(notes) + 1}. {of.model.split('/')[1]} on {of.gpus}, {of.features}: {reason}.")
             mark = f" ({len(notes)})"
-        lines.append(
-            f"| {of.stack} | {of.gpus}× {of.gpu} | {of.model.split('/')[1]} | {of.features} | {published} | "
-            f"{predicted} | {error:+.0%}{mark} | {row.binds()} |"
-        )
+        gpus, model = f"{of.gpus}× {of.gpu}", of.model.split("/")[1]
+        found = (published, predicted, f"{error:+.0%}{mark}", row.binds())
+        lines.append(page.row([of.stack, gpus, model, of.features, *found]))
     lines += ["", f"Median error {statistics.median(errors):.0%}, worst {max(errors):.0%}.", "", *notes]
     return "\n".join(lines)
 
@@ -208,20 +205,20 @@ def compared(path: Path) -> list[Row]:
 
 def constants() -> str:
     """What was fitted."""
-    lines = ["| constant | value | what it stands for |", "| --- | --- | --- |"]
     meaning = {
         "CONTEXT_BYTES": "a GPU's CUDA context and library workspaces",
         "COMMUNICATOR_BYTES": "NCCL's buffers, for the world and for a sequence group",
         "FRAGMENTATION": "reserved beyond what is allocated, as a part of the activations",
         "COPIES_IN_FLIGHT": "layer inputs not yet free again while checkpoints are copied to the host",
     }
-    for name in memory.FITTED:
-        value = getattr(memory, name)
-        lines.append(f"| {name} | {f'{value / GB:.1f} GB' if value > 1000 else value} | {meaning[name]} |")
-    return "\n".join(lines)
+    values = {name: getattr(memory, name) for name in memory.FITTED}
+    rows = [(name, f"{value / GB:.1f} GB" if value > 1000 else value, meaning[name]) for name, value in values.items()]
+    return "\n".join(page.table(["constant", "value", "what it stands for"], rows))
 
 
 TRACED_LAYERS = 4
+TILES: dict[str, Any] = {"tiled_mlp_num_shards": 0, "heads_k_stride": 1}
+_TILED: dict[str, Any] = {"sp": 8, "activation_offloading": True, **TILES}
 TRACED: dict[str, dict[str, Any]] = {
     "one device": {},
     "ulysses": {"sp": 8},
@@ -230,30 +227,12 @@ TRACED: dict[str, dict[str, Any]] = {
     "ulysses, no checkpointing": {"sp": 8, "activation_checkpointing": False},
     "ulysses, checkpoints on the host": {"sp": 8, "activation_offloading": True},
     "the same, MLP in tiles": {"sp": 8, "activation_offloading": True, "tiled_mlp_num_shards": 0},
-    "the same, 1 key/value head at a time": {
-        "sp": 8,
-        "activation_offloading": True,
-        "tiled_mlp_num_shards": 0,
-        "heads_k_stride": 1,
-    },
-    "the same, in a ring": {
-        "sp": 8,
-        "ring": 8,
-        "activation_offloading": True,
-        "tiled_mlp_num_shards": 0,
-        "heads_k_stride": 1,
-    },
-    "the same, hybrid 2 × ring 4": {
-        "sp": 8,
-        "ring": 4,
-        "activation_offloading": True,
-        "tiled_mlp_num_shards": 0,
-        "heads_k_stride": 1,
-    },
+    "the same, 1 key/value head at a time": _TILED,
+    "the same, in a ring": {**_TILED, "ring": 8},
+    "the same, hybrid 2 × ring 4": {**_TILED, "ring": 4},
     "ulysses, 8,192 tokens at a time": {"sp": 8, "sequence_chunk_size": 8192},
 }
 """Set-ups that `benchmarks.memory.step` traces too."""
-TILES: dict[str, Any] = {"tiled_mlp_num_shards": 0, "heads_k_stride": 1}
 VOCABULARY = "the whole vocabulary, MLP in tiles, 1 key/value head at a time"
 
 
@@ -274,10 +253,8 @@ def traces(*, pairs: bool = False) -> str:
         name = f"ulysses, one layer, {VOCABULARY}"
         cases.append((name, whole_head, {"sp": 8, **TILES}, 4096, True))
         cases.append((f"{name}; fine-tuning", whole_head, {"sp": 8, **TILES}, 4096, False))
-    lines = [
-        "| set-up | traced GiB | predicted | error | host GiB, traced | predicted | moment |",
-        "| --- " * 7 + "|",
-    ]
+    names = ["set-up", "traced GiB", "predicted", "error", "host GiB, traced", "predicted", "moment"]
+    lines = [page.head(names)]
     for name, sizes, changes, tokens, is_of_pairs in cases:
         shape = traced_shape(ModelSizes.of_config(sizes), changes)
         length = tokens * shape.sp
@@ -288,11 +265,11 @@ def traces(*, pairs: bool = False) -> str:
         )
         trace = trace_training_step(sizes, settings, loss_of=loss_of_pairs if is_of_pairs else None)
         peak = cost(shape, Machine.of("H100", 8), settings.length)
-        lines.append(
-            f"| {name} | {trace.peak_bytes / 2**30:.2f} | {peak.allocated_bytes / 2**30:.2f} | "
-            f"{peak.allocated_bytes / trace.peak_bytes - 1:+.0%} | {trace.host_peak_bytes / 2**30:.2f} | "
-            f"{sum(offloaded(shape, settings.length).values()) / 2**30:.2f} | {peak.moment} |"
-        )
+        host = sum(offloaded(shape, settings.length).values())
+        gib = (f"{size / 2**30:.2f}" for size in (trace.peak_bytes, peak.allocated_bytes, trace.host_peak_bytes, host))
+        device, predicted, *on_host = gib
+        error = f"{peak.allocated_bytes / trace.peak_bytes - 1:+.0%}"
+        lines.append(page.row([name, device, predicted, error, *on_host, peak.moment]))
     return "\n".join(lines)
 
 
@@ -363,6 +340,7 @@ def _set(values: Iterable[float]) -> None:
 
 def _about_traces() -> list[str]:
     return [
+        "",
         "## Against traced steps",
         "",
         f"{TRACED_LAYERS} layers of Llama-3.1-8B's sizes with a vocabulary of 4,096, 65,536 tokens a rank, bf16, FSDP2 "
@@ -370,12 +348,11 @@ def _about_traces() -> list[str]:
         "fitted. Nothing here is fitted on traces.",
         "",
         traces(),
-        "",
     ]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.closed_form", description=__doc__.partition("\n")[0])
+    parser = page.parser("closed_form", __doc__)
     parser.add_argument("--fit", action="store_true", help="print the best constants of a grid, and stop")
     parser.add_argument("--traces", action="store_true", help="compare with traced steps, too")
     parser.add_argument("--pairs", action="store_true", help="compare DPO's step with traced ones, and nothing else")
@@ -384,65 +361,52 @@ def main(arguments: list[str] | None = None) -> int:
     if options.fit:
         print(fit())
         return 0
-    page = _page_of_pairs() if options.pairs else _page(with_traces=options.traces)
-    print(page, end="")
-    if options.output:
-        options.output.write_text(page)
+    text = _page_of_pairs() if options.pairs else _page(with_traces=options.traces)
+    page.Report(options.output).add(*text)
     return 0
 
 
-def _page_of_pairs() -> str:
-    return "\n".join(
-        [
-            "# Memory of a DPO step: the closed form beside traced steps",
-            "",
-            "`python -m benchmarks.closed_form --pairs`  ",
-            f"{datetime.now(UTC):%Y-%m-%d}, torch {version('torch')}, transformers {version('transformers')}; all "
-            "predicted, nothing measured here",
-            "",
-            "`longctx plan --method dpo` gives a step of DPO the memory of fine-tuning's, since the reference model is "
-            "not there during training. The traces are of the step of `longctx dpo` on one pair of answers that fills "
-            f"the sequence: {TRACED_LAYERS} layers of Llama-3.1-8B's sizes with a vocabulary of 4,096, 65,536 tokens "
-            "a rank, bf16, FSDP2 over a fake process group (one device: without an engine). The last rows have one "
-            "layer, the whole vocabulary of 128,256 and 4,096 tokens a rank, so that the loss is the largest part; "
-            "there the closed form counts too much, for fine-tuning as for DPO. "
-            "Nothing is fitted on these traces.",
-            "",
-            traces(pairs=True),
-            "",
-        ]
-    )
+def _page_of_pairs() -> list[str]:
+    command = page.command("closed_form", ["--pairs"])
+    facts = page.versions(("torch", "transformers")), "all predicted, nothing measured here"
+    return [
+        *page.heading("Memory of a DPO step: the closed form beside traced steps", command, *facts),
+        "`longctx plan --method dpo` gives a step of DPO the memory of fine-tuning's, since the reference model is "
+        "not there during training. The traces are of the step of `longctx dpo` on one pair of answers that fills "
+        f"the sequence: {TRACED_LAYERS} layers of Llama-3.1-8B's sizes with a vocabulary of 4,096, 65,536 tokens "
+        "a rank, bf16, FSDP2 over a fake process group (one device: without an engine). The last rows have one "
+        "layer, the whole vocabulary of 128,256 and 4,096 tokens a rank, so that the loss is the largest part; "
+        "there the closed form counts too much, for fine-tuning as for DPO. "
+        "Nothing is fitted on these traces.",
+        "",
+        traces(pairs=True),
+    ]
 
 
-def _page(*, with_traces: bool) -> str:
-    _, _, about = __doc__.partition("--output FILE\n\n")
-    return "\n".join(
-        [
-            "# Closed form of a step's memory against published lengths",
-            "",
-            f"`python -m benchmarks.closed_form{' --traces' if with_traces else ''}`  ",
-            f"{datetime.now(UTC):%Y-%m-%d}; all predicted, nothing measured here",
-            "",
-            about.strip(),
-            "",
-            table(),
-            "",
-            "## Held back",
-            "",
-            "Nothing was fitted on these rows (benchmarks/data/held_back_lengths.csv).",
-            "",
-            table(HELD_BACK),
-            "",
-            "## What was fitted",
-            "",
-            "On ALST's rows, all but the first (a recipe says that its limit is a kernel's, not memory): round "
-            "figures near the least sum of squared errors over a grid (`--fit`).",
-            "",
-            constants(),
-            "",
-            *(_about_traces() if with_traces else []),
-        ]
-    )
+def _page(*, with_traces: bool) -> list[str]:
+    command = page.command("closed_form", ["--traces"] * with_traces)
+    return [
+        *page.heading(
+            "Closed form of a step's memory against published lengths", command, "all predicted, nothing measured here"
+        ),
+        page.explained(__doc__),
+        "",
+        table(),
+        "",
+        "## Held back",
+        "",
+        "Nothing was fitted on these rows (benchmarks/data/held_back_lengths.csv).",
+        "",
+        table(HELD_BACK),
+        "",
+        "## What was fitted",
+        "",
+        "On ALST's rows, all but the first (a recipe says that its limit is a kernel's, not memory): round "
+        "figures near the least sum of squared errors over a grid (`--fit`).",
+        "",
+        constants(),
+        *(_about_traces() if with_traces else []),
+    ]
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ import argparse
 import ctypes
 import itertools
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -33,9 +32,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import date, timedelta
+from datetime import timedelta
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,9 +58,9 @@ from longctx.sequence.layout import Layout
 from longctx.sequence.mesh import ParallelDims, sequence_groups
 from longctx.sequence.shard import shard_tokens
 
-from .attention.timing import Report
+from . import page
+from .attention.timing import forward_backward
 from .attention.ways import Heads, draw_packs
-from .packing import device, line
 from .ranks import results_of
 
 RANKS = 8
@@ -239,16 +237,17 @@ def run(case: Case, arrangement: Arrangement, setup: Setup, paced: Paced, repeat
     attend = BACKENDS[arrangement.name].attention(layout, groups, PLAIN)
     whole = HEADS.tensors(layout.num_tokens, torch.float32, torch.device("cpu"))
     mine = [_cut(x, layout, dims.sp_rank(rank)) for x in whole]
-    seconds, results = [], []
+    seconds: list[float] = []
+    results: list[Tensor] = []
     paced.late = paced.taken = 0.0
     for _ in range(repeats):
         dist.barrier()
-        started = time.perf_counter()
-        results = _passes(attend, mine)
-        seconds.append(_slowest(time.perf_counter() - started))
+        results, times = forward_backward(attend, mine, time.perf_counter)
+        seconds.append(_slowest(sum(times)))
     late = paced.late / max(paced.taken, 1e-9)
     paced.flops, flops = float("inf"), paced.flops
-    expected = _passes(partial(varlen_attention, cu_seqlens=layout.cu_seqlens), whole)
+    one_process = partial(varlen_attention, cu_seqlens=layout.cu_seqlens)
+    expected, _ = forward_backward(one_process, whole, time.perf_counter)
     paced.flops = flops
     errors = [
         float((x - _cut(y, layout, dims.sp_rank(rank))).norm() / y.norm())
@@ -260,14 +259,6 @@ def run(case: Case, arrangement: Arrangement, setup: Setup, paced: Paced, repeat
 def _cut(x: Tensor, layout: Layout, sp_rank: int) -> Tensor:
     """[1, h, T, D] -> [1, h, T/P, D]."""
     return shard_tokens(x.transpose(1, 2), layout, sp_rank).transpose(1, 2)
-
-
-def _passes(attend: Callable[..., Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the output and the gradients of q, k and v."""
-    *inputs, grad_out = tensors
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = attend(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
 
 
 def _slowest(value: float) -> float:
@@ -314,14 +305,14 @@ def same_order(found: Sequence[Found]) -> tuple[int, int]:
     return same, len(apart)
 
 
-def report_network(report: Report, node: int, speeds: Speeds, cases: list[Case], found: list[list[Found]]) -> None:
+def report_network(report: page.Report, node: int, speeds: Speeds, cases: list[Case], found: list[list[Found]]) -> None:
     """Add the section of a network whose nodes have so many ranks."""
     across, within = ((x.pass_on * 8e-6, x.exchange * 8e-6) for x in (speeds.across, speeds.within))
     report.add(
         "", f"## {RANKS // node} nodes of {node}", "", "Megabits a second to one rank and of an all-to-all, measured:"
     )
     report.add(f"{across[0]:.1f} and {across[1]:.1f} between nodes, {within[0]:.1f} and {within[1]:.1f} within.", "")
-    report.add(line(HEADER), line(["---"] * len(HEADER)))
+    report.add(page.head(HEADER))
     orders = []
     for case, ways in zip(cases, found, strict=True):
         named = sorted(zip(case.arrangements(), ways, strict=True), key=lambda pair: pair[1].modelled)
@@ -330,7 +321,7 @@ def report_network(report: Report, node: int, speeds: Speeds, cases: list[Case],
             values = [f"{x:.2f}" for x in (one.modelled, statistics.median(one.measured))]
             spread = f"{min(one.measured):.2f} to {max(one.measured):.2f}"
             name = f"{way}" + (f" × dp {groups}" if groups > 1 else "")
-            report.add(line([case.title, name, *values, spread, f"{one.late:.1%}", f"{one.error:.0e}"]))
+            report.add(page.row([case.title, name, *values, spread, f"{one.late:.1%}", f"{one.error:.0e}"]))
         same, pairs = same_order(ways)
         same_without, pairs_without = same_order([one for way, one in named if way.name != "gather"])
         slower = statistics.median(named[0][1].measured) / min(statistics.median(one.measured) for one in ways) - 1
@@ -352,7 +343,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = page.parser("links", __doc__)
     parser.add_argument("--tokens", type=int, default=4096, help="of all rows together; one document has half of it")
     parser.add_argument("--megabits", type=int, default=40, help="a second, of each rank's link")
     parser.add_argument("--within", type=int, default=320, help="megabits a second between the ranks of a node")
@@ -366,10 +357,9 @@ def main(arguments: list[str] | None = None) -> None:
     if os.geteuid() != 0 or shutil.which("tc") is None:
         sys.exit("Network namespaces need root and iproute2. Run this as root, and install iproute2.")
 
-    report = Report(options.output)
-    command = " ".join(["python -m benchmarks.links", *(sys.argv[1:] if arguments is None else arguments)])
-    report.add("# Arrangements on links of a given speed", "", f"`{command}`  ")
-    report.add(f"{device()}; {date.today()}, Python {platform.python_version()}, torch {version('torch')}")
+    report = page.Report(options.output)
+    report.add(f"# Arrangements on links of a given speed\n\n{page.command('links', arguments)}  ")
+    report.add(f"{page.device()}; {page.today()}, {page.versions(['torch'])}")
     cases, worst = cases_of(options), 0.0
     for node in options.nodes:
         with network(options.megabits, options.within, node) as names:

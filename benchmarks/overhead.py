@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,11 @@ from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.training.trainer import SequenceTrainer
 
-from .packing import device
+from . import page
 
 DOCUMENTS = (0.6, 0.25, 0.12, 0.03)
 """Lengths of a row's documents, as parts of it."""
+HEADER = ["sp", "logging_steps", "pairs", "s/step", "clock", "processor", "inside, ms", "inside", "regions × µs"]
 WARM_UP = 4
 """Steps before the first pair."""
 
@@ -146,17 +146,16 @@ def measure(sp: int, logging_steps: int, *, length: int, pairs: int, folder: Pat
     return json.loads(result.read_text())
 
 
-def row(sp: int, logging_steps: int, found: dict[str, Any]) -> str:
+def row(sp: int, logging_steps: int, found: dict[str, Any]) -> list[str]:
     steps = found["steps"][WARM_UP:]
     pairs = [{step[0]: step[1:] for step in steps[i : i + 2]} for i in range(0, len(steps) - 1, 2)]
     blocks = [pairs[i : i + logging_steps] for i in range(0, len(pairs) - logging_steps + 1, logging_steps)]
     clock, processor = (_ratio(blocks, time) for time in (0, 1))
     step = statistics.median(pair[False][1] for pair in pairs)
     inside = found["inside"] + found["regions"] * found["region"]
-    return (
-        f"| {sp} | {logging_steps} | {len(pairs)} | {step:.2f} | {clock} | {processor} | "
-        f"{1000 * inside:.2f} | {inside / step:.2%} | {found['regions']:.0f} × {1e6 * found['region']:.1f} |"
-    )
+    counts, ms = (str(number) for number in (sp, logging_steps, len(pairs))), f"{1000 * inside:.2f}"
+    of_regions = f"{found['regions']:.0f} × {1e6 * found['region']:.1f}"
+    return [*counts, f"{step:.2f}", clock, processor, ms, f"{inside / step:.2%}", of_regions]
 
 
 def _ratio(blocks: list[list[dict[bool, Sequence[float]]]], time: int) -> str:
@@ -169,7 +168,7 @@ def _ratio(blocks: list[list[dict[bool, Sequence[float]]]], time: int) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.overhead", description=(__doc__ or "").partition("\n")[0])
+    parser = page.parser("overhead", __doc__)
     parser.add_argument("--sp", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--logging_steps", type=int, nargs="+", default=[1, 10])
     parser.add_argument("--max_length", type=int, default=8192)
@@ -181,38 +180,17 @@ def main(arguments: list[str] | None = None) -> int:
     if options.be_rank:
         be_rank(options.flags, options.logging_steps[0], options.be_rank)
         return 0
-    rows = []
+    report = page.Report(options.output)
+    facts = f"{page.device()}, gloo", f"rows of {options.max_length:,} tokens"
+    report.add(*page.heading("What a run's own reporting costs", page.command("overhead", arguments), *facts))
+    report.add(page.explained(__doc__), "", page.head(HEADER))
     for sp in options.sp:
         for logging_steps in options.logging_steps:
             with tempfile.TemporaryDirectory() as folder:
                 size = {"length": options.max_length, "pairs": options.pairs}
                 found = measure(sp, logging_steps, folder=Path(folder), **size)
-            rows.append(row(sp, logging_steps, found))
-            print(rows[-1], flush=True)
-    text = page(rows, options)
-    print(text, end="")
-    if options.output:
-        options.output.write_text(text)
+            report.add(page.row(row(sp, logging_steps, found)))
     return 0
-
-
-def page(rows: list[str], options: argparse.Namespace) -> str:
-    given = f"--sp {' '.join(map(str, options.sp))} --logging_steps {' '.join(map(str, options.logging_steps))} "
-    head = "sp | logging_steps | pairs | s/step | clock | processor | inside, ms | inside | regions × µs"
-    lines = [
-        "# What a run's own reporting costs",
-        "",
-        f"`python -m benchmarks.overhead {given}--pairs {options.pairs}`  ",
-        f"{device()}, gloo; {datetime.now(UTC):%Y-%m-%d}; rows of {options.max_length:,} tokens",
-        "",
-        (__doc__ or "").partition("--output FILE\n\n")[2].strip(),
-        "",
-        f"| {head} |",
-        "|" + " --- |" * head.count("|") + " --- |",
-        *rows,
-        "",
-    ]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

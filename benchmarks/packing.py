@@ -11,15 +11,11 @@ Times are CPU seconds of one thread, so that other work on the machine does not 
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +27,8 @@ from numpy.typing import NDArray
 
 from longctx.collate import SequenceCollator
 from longctx.packing import PackedDataset, Packing, lower_bound, pack, read_lengths
+
+from . import page
 
 HISTOGRAM = Path(__file__).parent / "data" / "document_lengths.csv"
 PACKAGES = ("numpy", "pyarrow", "datasets", "torch", "trl")
@@ -58,9 +56,14 @@ def uniform(rng: np.random.Generator, n: int, capacity: int) -> Lengths:
     return rng.uniform(capacity / 4.5, capacity / 1.9, n).astype(np.int64)
 
 
+def bins_of_lengths() -> Lengths:
+    """int64 [3, bins]: least and largest length, and weight, of data/document_lengths.csv."""
+    return np.loadtxt(HISTOGRAM, delimiter=",", skiprows=3, dtype=np.int64).T
+
+
 def histogram(rng: np.random.Generator, n: int, capacity: int) -> Lengths:
-    """Document lengths of a long-context training mix, data/document_lengths.csv."""
-    low, high, weight = np.loadtxt(HISTOGRAM, delimiter=",", skiprows=3, dtype=np.int64).T
+    """Document lengths of a long-context training mix."""
+    low, high, weight = bins_of_lengths()
     bins = rng.choice(len(weight), n, p=weight / weight.sum())
     return rng.integers(low[bins], high[bins] + 1)
 
@@ -261,33 +264,8 @@ def row_cells(capacity: int, ours: list[float], theirs: list[float]) -> list[str
     ]
 
 
-def line(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def print_row(cells: Iterable[object]) -> None:
-    print(line([str(cell) for cell in cells]), flush=True)
-
-
-def print_head(*names: str) -> None:
-    """A table's, after an empty line."""
-    print()
-    print_row(names)
-    print_row("---" for _ in names)
-
-
-def device() -> str:
-    """The processor and the cores this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cgroup = Path("/sys/fs/cgroup/cpu.max")
-    quota = cgroup.read_text().split() if cgroup.exists() else ["max"]
-    if quota[0] != "max":
-        cores = round(int(quota[0]) / int(quota[1]))
-    return f"{cores}-core CPU, {platform.machine()}"
-
-
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = page.parser("packing", __doc__)
     parser.add_argument("--documents", type=int, nargs="+", default=[100_000, 1_000_000])
     parser.add_argument("--lengths", nargs="+", choices=DISTRIBUTIONS, default=list(DISTRIBUTIONS))
     parser.add_argument("--capacity", type=int, nargs="+", default=[4096, 32768, 131072])
@@ -297,20 +275,19 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     torch.set_num_threads(1)
-    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    print(f"{device()}; Python {platform.python_version()}, {versions}\n")
+    print(f"{page.device()}; {page.versions(PACKAGES)}\n")
     if options.rows:
-        print(line(ROW_HEADER), line(["---"] * len(ROW_HEADER)), sep="\n", flush=True)
+        print(page.head(ROW_HEADER), flush=True)
         for capacity in options.capacity:
-            print(line(row_cells(capacity, *measure_rows(capacity, options.rows))), flush=True)
+            print(page.row(row_cells(capacity, *measure_rows(capacity, options.rows))), flush=True)
         print()
-    print(line(PLAN_HEADER), line(["---"] * len(PLAN_HEADER)), sep="\n", flush=True)
+    print(page.head(PLAN_HEADER), flush=True)
     for documents in options.documents:
         for name in options.lengths:
             for capacity in options.capacity:
                 with_trl = documents <= options.trl_documents
                 row = measure_plan(documents, name, capacity, repeats=options.repeats, with_trl=with_trl)
-                print(line(row.cells()), flush=True)
+                print(page.row(row.cells()), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,9 @@ it), cut to the cap, packed best fit decreasing; the padding that closes a pack 
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,9 +26,9 @@ from numpy.typing import NDArray
 from longctx.packing import pack
 from longctx.ring.planner import plan_ring
 
-from .packing import print_head, print_row
+from . import page
+from .packing import bins_of_lengths, histogram
 
-HISTOGRAM = Path(__file__).parent / "data" / "document_lengths.csv"
 WORLD_SIZES = (2, 4, 8, 16, 32, 64)
 CAPACITIES = (16384, 32768, 65536, 131072, 262144, 524288, 1048576)
 CAPS = (4096, 8192, 16384, 32768, 65536)
@@ -45,10 +39,9 @@ Ints = NDArray[np.int64]
 def draw_packs(capacity: int, cap: int, num_packs: int, seed: int = 0) -> list[Ints]:
     """Document lengths of about `num_packs` packs; every pack sums to `capacity`."""
     rng = np.random.default_rng(seed)
-    low, high, weight = np.loadtxt(HISTOGRAM, delimiter=",", skiprows=3, dtype=np.int64).T
+    low, high, weight = bins_of_lengths()
     mean = float((np.minimum((low + high) / 2, cap) * weight).sum() / weight.sum())
-    bins = rng.choice(len(weight), size=int(1.5 * num_packs * capacity / mean) + 1000, p=weight / weight.sum())
-    lengths = np.minimum(rng.integers(low[bins], high[bins] + 1), cap)
+    lengths = np.minimum(histogram(rng, int(1.5 * num_packs * capacity / mean) + 1000, cap), cap)
     lengths = lengths[: max(1, int(np.searchsorted(np.cumsum(lengths), num_packs * capacity * 0.999)))]
     packs = [lengths[np.asarray(documents)] for documents in pack(lengths, capacity).bins]
     return [np.append(p, capacity - p.sum()) if p.sum() < capacity else p for p in packs]
@@ -224,14 +217,15 @@ FIGURES = ("imbalance mean", "worst", "K/V", "runs mean", "most", "padding")
 
 def print_comparison(settings: list[tuple[str, list[Ints], int]], column: str) -> None:
     """One row for each setting (name, packs, world size) and arrangement."""
-    print_head(column, "packs", "arrangement", *FIGURES)
+    print(f"\n{page.head([column, 'packs', 'arrangement', *FIGURES])}", flush=True)
     for name, packs, world_size in settings:
         for arrangement, arrange in (LAYOUTS | torch_layouts()).items():
-            print_row([name, len(packs), arrangement, *measure(packs, world_size, arrange).cells()])
+            print(page.row([name, len(packs), arrangement, *measure(packs, world_size, arrange).cells()]), flush=True)
 
 
 def print_times(packs: list[Ints]) -> None:
-    print_head("planning, with one rank's steps", "documents", "P", "median ms", "p95 ms", "worst ms")
+    names = ["planning, with one rank's steps", "documents", "P", "median ms", "p95 ms", "worst ms"]
+    print(f"\n{page.head(names)}", flush=True)
     for name, chosen, world_size in (
         ("64k packs", packs, 8),
         *((f"1M tokens, {name}", [lengths], 64) for name, lengths in documents_of_a_million_tokens().items()),
@@ -239,29 +233,17 @@ def print_times(packs: list[Ints]) -> None:
         ms = [1e3 * plan_seconds(lengths, world_size) for lengths in chosen]
         documents = f"{np.mean([len(lengths) for lengths in chosen]):.0f}"
         median, p95, worst = np.quantile(ms, [0.5, 0.95, 1.0])
-        print_row([name, documents, world_size, f"{median:.1f}", f"{p95:.1f}", f"{worst:.1f}"])
-
-
-def device() -> str:
-    """Processor and versions."""
-    model = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        names = [s for s in Path("/proc/cpuinfo").read_text().splitlines() if s.startswith("model name")]
-        model = names[0].split(":", 1)[1].strip() if names else model
-    packages = ", ".join(f"{name} {version(name)}" for name in ("numpy", "torch"))
-    return f"{model}, {os.cpu_count()} CPUs; Python {platform.python_version()}, {packages}"
+        print(page.row([name, documents, world_size, f"{median:.1f}", f"{p95:.1f}", f"{worst:.1f}"]), flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = page.parser("plan", __doc__)
     parser.add_argument("--packs", type=int, default=200, help="packs of 64k; larger ones are fewer")
     options = parser.parse_args(arguments)
-    given = sys.argv[1:] if arguments is None else arguments
     packs = draw_packs(65536, 65536, options.packs)
     rng = np.random.default_rng(1)
-    print("# Ring plan\n")
-    print(f"`{' '.join(['python -m benchmarks.plan', *given])}`  \n{device()}  \n{time.strftime('%Y-%m-%d')}\n")
-    print((__doc__ or "").split("\n\n", 2)[2].rstrip())
+    facts = page.device(), page.versions(("numpy", "torch"))
+    print(*page.heading("Ring plan", page.command("plan", arguments), *facts), page.explained(__doc__), sep="\n")
     print("\n## Packs of 64k, P = 8, documents in packing order and shuffled")
     shuffled = [rng.permutation(lengths) for lengths in packs]
     print_comparison([("packing order", packs, 8), ("shuffled", shuffled, 8)], "documents")

@@ -11,10 +11,8 @@ one that does best. *plain* is without a memory option, *longest* with those tha
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +22,7 @@ from longctx.machine.here import Machine
 from longctx.report.plan_text import Plan, name_of
 from longctx.settings.read import parse_flags
 
+from . import page
 from .pictures import Bar, Point, max_length_picture, seconds_per_step_picture
 from .published import CONFIGS, HOST_BYTES
 
@@ -71,36 +70,28 @@ def rows(model: str, every: Sequence[int]) -> Iterator[Row]:
                 )
 
 
-def lines_of(found: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of a Markdown table."""
-    heads = ["devices", "backend", "plain", "longest", *map(token_label, LENGTHS)]
-    yield "| " + " | ".join(heads) + " |"
-    yield "| ---: | --- " + "| ---: " * (len(heads) - 2) + "|"
-    for row in found:
-        seconds = ["OOM" if value is None else f"{value:,.1f}" for value in row.seconds]
-        cells = [str(row.gpus), row.backend, f"{row.plain:,}", f"{row.longest:,}", *seconds]
-        yield "| " + " | ".join(cells) + " |"
+def cells_of(row: Row) -> list[str]:
+    seconds = ["OOM" if value is None else f"{value:,.1f}" for value in row.seconds]
+    return [str(row.gpus), row.backend, f"{row.plain:,}", f"{row.longest:,}", *seconds]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.planned", description=__doc__.partition("\n")[0])
+    parser = page.parser("planned", __doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=tuple(CONFIGS))
     parser.add_argument("--gpus", type=int, nargs="+", default=list(GPUS))
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args(arguments)
-    _, _, about = __doc__.partition("--output DIR\n\n")
-    page = [
-        f"# Planned for {DEVICE} 80 GB",
-        "",
-        f"`python -m benchmarks.planned --output {options.output}`  ",
-        f"{datetime.now(UTC):%Y-%m-%d}; bf16 with fp32 master weights; all predicted, nothing measured",
-        "",
-        about.strip(),
+    command = f"`python -m benchmarks.planned --output {options.output}`"
+    facts = "bf16 with fp32 master weights", "all predicted, nothing measured"
+    lines = [
+        *page.heading(f"Planned for {DEVICE} 80 GB", command, *facts),
+        page.explained(__doc__),
         "",
         "The first columns of lengths are the longest sequences, in tokens. The others are the seconds of a step of "
         "one sequence of that length.",
         "",
     ]
+    heads = ["devices", "backend", "plain", "longest", *map(token_label, LENGTHS)]
     for model in options.models:
         found, name = list(rows(model, options.gpus)), model.split("/")[1]
         folder, note = options.output / name, f"predicted, {DEVICE} 80 GB, 8 a node"
@@ -113,9 +104,9 @@ def main(arguments: list[str] | None = None) -> int:
         ]
         max_length_picture(folder / "max_length.png", bars, title=name, note=note)
         seconds_per_step_picture(folder / "seconds_per_step.png", points, title=name, note=note)
-        page += [f"## {name}", "", *lines_of(found), ""]
-        page += [f"![longest sequences]({name}/max_length.png)", f"![seconds]({name}/seconds_per_step.png)", ""]
-    (options.output / "table.md").write_text("\n".join(page))
+        lines += [f"## {name}", "", *page.table(heads, map(cells_of, found)), ""]
+        lines += [f"![longest sequences]({name}/max_length.png)", f"![seconds]({name}/seconds_per_step.png)", ""]
+    (options.output / "table.md").write_text("\n".join(lines))
     return 0
 
 

@@ -10,7 +10,6 @@ memory free. Rows that do not are left out.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from longctx.machine.here import Machine
 from longctx.report.plan_text import Plan, flags_of
 from longctx.settings.read import parse_flags
 
+from . import page
 from .published import CONFIGS
 
 MODELS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-32B")
@@ -45,13 +45,13 @@ class Row(NamedTuple):
     gather_seconds: float
     """To gather weights, forward and backward, and to reduce the adapter's gradients, in one step."""
 
-    def __str__(self) -> str:
+    def cells(self) -> list[str]:
         gather = f"{self.gather_seconds:.1f}"
         if (exposed := self.best.cost.seconds.get("weights", 0.0)) >= 0.05:
             gather += f", {exposed:.1f} of it exposed"
-        numbers = f"{self.best.speed:,.0f} | {self.best.cost.step_seconds:,.1f} | {gather}"
         flags = self.flags.replace(" --", "` `--")  # each in a span of its own, which is not broken over lines
-        return f"| {self.cards} | {self.length:,} | {numbers} | `{flags}` |"
+        numbers = f"{self.best.speed:,.0f}", f"{self.best.cost.step_seconds:,.1f}", gather
+        return [str(self.cards), f"{self.length:,}", *numbers, f"`{flags}`"]
 
 
 def rows(model: str, card: str, cards: int) -> Iterator[Row]:
@@ -75,10 +75,8 @@ def table(model: str, card: str) -> Iterator[str]:
     """Yield the lines of the table of a model on a card."""
     yield f"### {model.partition('/')[2]} on {card}, {CARD_GB[card]} GB"
     yield f"\nThe machine has {HOST_GIB[card]} GiB of host memory.\n"
-    yield "| cards | sequence | tokens/s per card | step, s | gather, s | flags |"
-    yield "| --- | --- | --- | --- | --- | --- |"
-    for cards in CARDS:
-        yield from map(str, rows(model, card, cards))
+    found = (row.cells() for cards in CARDS for row in rows(model, card, cards))
+    yield from page.table(["cards", "sequence", "tokens/s per card", "step, s", "gather, s", "flags"], found)
     yield ""
 
 
@@ -89,7 +87,7 @@ def section() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = page.parser("small_gpus", __doc__)
     parser.add_argument("--output", type=Path, help="Page to put the tables into, between its two marks.")
     options = parser.parse_args()
     text = section()

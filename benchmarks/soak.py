@@ -17,17 +17,13 @@ rank that has grown most.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import shlex
 import shutil
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
-from itertools import chain
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -36,8 +32,8 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
+from . import page
 from .elsewhere.steps import make_documents, write_model
-from .packing import device, line
 from .ranks import Ending, run_group, start_server
 
 LOOK_SECONDS = 0.2
@@ -209,9 +205,7 @@ def _left_behind() -> set[str]:
 def report(layouts: Sequence[str], whole: Plan, seed: int) -> Iterator[str]:
     """The table, a row as soon as it is known."""
     start_server()
-    head = HEAD.split(", ")
-    yield line(head)
-    yield line(["---"] * len(head))
+    yield page.head(HEAD.split(", "))
     with tempfile.TemporaryDirectory() as folder:
         share, rest = divmod(whole.kills, len(layouts))
         for number, layout in enumerate(layouts):
@@ -219,12 +213,12 @@ def report(layouts: Sequence[str], whole: Plan, seed: int) -> Iterator[str]:
             path.mkdir()
             plan = whole._replace(kills=share + (number < rest))
             outcome = soak(layout, plan, path, random.Random(f"{seed} {layout}"))
-            yield line([layout, *(str(value) for value in outcome[:-1]), outcome.left or "nothing"])
+            yield page.row([layout, *(str(value) for value in outcome[:-1]), outcome.left or "nothing"])
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 1 if a step or a weight was other than in the run without a kill, or something was left behind."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=(__doc__ or "").partition("\n")[0])
+    parser = page.parser("soak", __doc__)
     parser.add_argument("--kills", type=int, default=200, help="Over all layouts. Default: 200.")
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS)[:4])
     parser.add_argument("--kills_of_a_run", type=int, default=5, help="After so many a run may finish. Default: 5.")
@@ -238,17 +232,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="Of the moments. Default: 0.")
     parser.add_argument("--output", type=Path, help="Also write the table here.")
     options = parser.parse_args(arguments)
-    given = shlex.join(sys.argv[1:] if arguments is None else arguments).partition(" --output ")[0]
-    head = ["# Runs that are killed", "", f"`python -m benchmarks.soak {given}`  "]
-    head += [f"{datetime.now(UTC):%Y-%m-%d}, {device()}", "", *(__doc__ or "").split("\n\n", 2)[2].split("\n")]
     plan = Plan(options.kills, options.kills_of_a_run, options.reach, options.steps)
-    lines = []
-    for text in chain(head, report(options.layouts, plan, options.seed)):
-        print(text, flush=True)
+    output, lines = page.Report(options.output), []
+    output.add(*page.heading("Runs that are killed", page.command("soak", arguments), page.device()))
+    output.add(page.explained(__doc__), "")
+    for text in report(options.layouts, plan, options.seed):
+        output.add(text)
         lines.append(text)
-    if options.output:
-        options.output.write_text("\n".join(lines) + "\n")
-    rows = [text.split("|")[1:-1] for text in lines if text.startswith("|")][2:]
+    rows = [text.split("|")[1:-1] for text in lines[1:]]
     return int(any(row[4].strip() != "0" or row[5].strip() != "0" or row[-1].strip() != "nothing" for row in rows))
 
 

@@ -1,7 +1,6 @@
 """Modelled step times against published ones, and what a sequence-chunked step of Llama-3.1-8B would reach.
 
     python -m benchmarks.step_time
-    python -m benchmarks.step_time --here           # speeds measured on this machine against real steps on it, minutes
     python -m benchmarks.step_time --output FILE
 
 Rows are those of benchmarks/data/published_lengths.csv and held_back_lengths.csv that publish a time, set up as in
@@ -12,32 +11,18 @@ are those of `longctx.forecast.seconds`, the same for all rows.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from transformers import AutoModelForCausalLM, Qwen3Config
-
 from longctx.forecast.cost import cost, reach
-from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.seconds import step_seconds
 from longctx.forecast.shape import RunShape
 from longctx.machine.here import Machine
-from longctx.machine.measure import measure_speeds
-from longctx.model.tiny import tiny_tokenizer
 
+from . import page
 from .closed_form import Row, rows, sizes
-from .packing import device
 from .published import HELD_BACK, HOST_BYTES, PUBLISHED
 from .shapes import shape_of
 
@@ -62,8 +47,8 @@ def timed(path: Path) -> list[Row]:
 
 
 def comparison(path: Path) -> Iterator[str]:
-    yield "| stack | GPUs | model | features | length | published s | modelled s | error | largest parts |"
-    yield "| --- " * 9 + "|"
+    names = ["stack", "GPUs", "model", "features", "length", "published s", "modelled s", "error", "largest parts"]
+    yield page.head(names)
     errors = []
     for row in timed(path):
         of, parts = row.published, modelled(row)
@@ -72,11 +57,9 @@ def comparison(path: Path) -> Iterator[str]:
         error = modelled_seconds / of.seconds - 1
         errors.append(abs(error))
         largest = sorted(parts.items(), key=lambda part: part[1], reverse=True)[:3]
-        yield (
-            f"| {of.stack} | {of.gpus}× {of.gpu} | {of.model.split('/')[1]} | {of.features} | {of.length:,} | "
-            f"{of.seconds:,.0f} | {modelled_seconds:,.0f} | {error:+.0%} | "
-            f"{', '.join(f'{name} {seconds / modelled_seconds:.0%}' for name, seconds in largest)} |"
-        )
+        shares = ", ".join(f"{name} {seconds / modelled_seconds:.0%}" for name, seconds in largest)
+        times = f"{of.length:,}", f"{of.seconds:,.0f}", f"{modelled_seconds:,.0f}", f"{error:+.0%}"
+        yield page.row([of.stack, f"{of.gpus}× {of.gpu}", of.model.split("/")[1], of.features, *times, shares])
     yield f"\nMedian error {statistics.median(errors):.0%}, worst {max(errors):.0%}."
 
 
@@ -92,12 +75,8 @@ def chunked(keep_attention: bool) -> RunShape:
 
 
 def reached() -> Iterator[str]:
-    yield (
-        "| attention's output | longest | full is | device GB at it | host TB at it | "
-        + " | ".join(f"tokens/s/GPU at {length / 1e6:g}M" for length in LENGTHS)
-        + " |"
-    )
-    yield "| --- " * (5 + len(LENGTHS)) + "|"
+    names = ["attention's output", "longest", "full is", "device GB at it", "host TB at it"]
+    yield page.head([*names, *(f"tokens/s/GPU at {length / 1e6:g}M" for length in LENGTHS)])
     for keep_attention in (False, True):
         shape = chunked(keep_attention)
         longest = reach(shape, MACHINE)
@@ -106,135 +85,40 @@ def reached() -> Iterator[str]:
             f"{cost(shape, MACHINE, length).speed:.0f}" if length <= longest.length else "does not fit"
             for length in LENGTHS
         ]
-        yield (
-            f"| {'kept on the host' if keep_attention else 'computed again'} | {longest.length:,} | {longest.binds} | "
-            f"{full.device_bytes / 1e9:.1f} | {full.host_bytes / 1e12:.2f} | {' | '.join(speeds)} |"
-        )
+        output = "kept on the host" if keep_attention else "computed again"
+        sizes = f"{full.device_bytes / 1e9:.1f}", f"{full.host_bytes / 1e12:.2f}"
+        yield page.row([output, f"{longest.length:,}", longest.binds, *sizes, *speeds])
 
 
-HERE = Qwen3Config(
-    vocab_size=8192,
-    hidden_size=512,
-    intermediate_size=1536,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=64,
-    tie_word_embeddings=True,
-)
-HERE_TOKENS, HERE_STEPS = 2048, 4
-SPREAD: dict[str, dict[str, Any]] = {
-    "one process": {},
-    "ring 2": {"world_size": 2, "sp": 2, "ring": 2, "engine": "fsdp2", "selective": True},
-}
-
-
-def here() -> Iterator[str]:
-    """A small model's steps of `longctx.train`, in fp32, by the speeds that `longctx.machine.measure` finds."""
-    yield "| spread | seconds a step, median (range) | predicted (before, after) | error | load | parts, after |"
-    yield "| --- " * 6 + "|"
-    model = ModelSizes.of_config(HERE)
-    for name, settings in SPREAD.items():
-        shape = shape_of(model, bf16=False, **settings)
-        before = _predicted_here(shape)
-        seconds = _train_here(shape.sp)
-        after = _predicted_here(shape)
-        times = sum(before.values()), sum(after.values())
-        median, predicted = statistics.median(seconds), statistics.mean(times)
-        yield (
-            f"| {name} | {median:.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {predicted:.2f} "
-            f"({times[0]:.2f}, {times[1]:.2f}) | {predicted / median - 1:+.0%} | "
-            f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} CPUs | "
-            f"{', '.join(f'{part} {value:.2f}' for part, value in after.items())} |"
-        )
-
-
-def _predicted_here(shape: RunShape) -> dict[str, Any]:
-    machine = replace(Machine.of("CPU", shape.world_size), speeds=measure_speeds(shape.world_size))
-    return step_seconds(shape, machine, HERE_TOKENS, [HERE_TOKENS])
-
-
-def _train_here(sp: int) -> list[float]:
-    """Seconds of each step but the first."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        AutoModelForCausalLM.from_config(HERE).save_pretrained(folder / "model")
-        tiny_tokenizer().save_pretrained(folder / "model")
-        draw = np.random.default_rng(0)
-        rows = [json.dumps({"input_ids": draw.integers(0, 256, HERE_TOKENS).tolist()}) for _ in range(HERE_STEPS)]
-        (folder / "rows.jsonl").write_text("\n".join(rows))
-        command = [sys.executable, "-m", "longctx.train", "--model_name_or_path", str(folder / "model")]
-        command += ["--dataset_name", str(folder / "rows.jsonl"), "--max_length", str(HERE_TOKENS), "--sp", str(sp)]
-        command += ["--sp_backend", "ring"] if sp > 1 else []
-        command += ["--per_device_train_batch_size", "1", "--max_steps", str(HERE_STEPS), "--logging_steps", "1"]
-        command += ["--output_dir", str(folder / "out"), "--report_to", "none"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        state = folder / "out" / f"checkpoint-{HERE_STEPS}" / "trainer_state.json"
-        log = json.loads(state.read_text())["log_history"]
-    speeds = [entry["tokens_per_second"] for entry in log if "tokens_per_second" in entry]
-    return [HERE_TOKENS / speed for speed in speeds[1:]]
-
-
-def page_here() -> str:
-    return "\n".join(
-        [
-            "# Steps on this machine, predicted by its measured speeds",
-            "",
-            "`python -m benchmarks.step_time --here`  ",
-            f"{device()}; {datetime.now(UTC):%Y-%m-%d}",
-            "",
-            f"`longctx.train` on {ModelSizes.of_config(HERE).num_parameters:,} parameters, {HERE_TOKENS:,} tokens a "
-            f"step, fp32, {HERE_STEPS - 1} steps after the first; predicted by `longctx.forecast.seconds` with the "
-            "speeds that `longctx.machine.measure` found right before and after. Wall time: other work on the "
-            "machine counts (load).",
-            "",
-            *here(),
-            "",
-        ]
-    )
-
-
-def page() -> str:
-    about = __doc__.partition("--output FILE\n\n")[2].strip()
-    return "\n".join(
-        [
-            "# Modelled step times against published ones",
-            "",
-            "`python -m benchmarks.step_time`  ",
-            f"{datetime.now(UTC):%Y-%m-%d}; all modelled, nothing measured here",
-            "",
-            about,
-            "",
-            *comparison(PUBLISHED),
-            "",
-            "## Held back",
-            "",
-            "Rows of benchmarks/data/held_back_lengths.csv, which no efficiency was chosen for.",
-            "",
-            *comparison(HELD_BACK),
-            "",
-            "## A sequence-chunked step of Llama-3.1-8B",
-            "",
-            f"8 × H100 80 GB and {HOST_BYTES / 1e12} TB of host memory, sp 8 by Ulysses on FSDP2, one document, bf16, "
-            f"FlashAttention-3, {CHUNK:,} tokens of a rank at a time (`--sequence_chunk_size {CHUNK}`). The longest "
-            "and the bytes are those of the closed form. The longest published, 5,000,000 tokens at 98 tokens/s/GPU, "
-            "is the last row but one above.",
-            "",
-            *reached(),
-            "",
-        ]
-    )
+def text_of_page() -> list[str]:
+    command = page.command("step_time", [])
+    return [
+        *page.heading("Modelled step times against published ones", command, "all modelled, nothing measured here"),
+        page.explained(__doc__),
+        "",
+        *comparison(PUBLISHED),
+        "",
+        "## Held back",
+        "",
+        "Rows of benchmarks/data/held_back_lengths.csv, which no efficiency was chosen for.",
+        "",
+        *comparison(HELD_BACK),
+        "",
+        "## A sequence-chunked step of Llama-3.1-8B",
+        "",
+        f"8 × H100 80 GB and {HOST_BYTES / 1e12} TB of host memory, sp 8 by Ulysses on FSDP2, one document, bf16, "
+        f"FlashAttention-3, {CHUNK:,} tokens of a rank at a time (`--sequence_chunk_size {CHUNK}`). The longest "
+        "and the bytes are those of the closed form. The longest published, 5,000,000 tokens at 98 tokens/s/GPU, "
+        "is the last row but one above.",
+        "",
+        *reached(),
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.step_time", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--here", action="store_true", help="compare with real steps on this machine instead")
+    parser = page.parser("step_time", __doc__)
     parser.add_argument("--output", type=Path, help="also write the tables here")
-    options = parser.parse_args(arguments)
-    text = page_here() if options.here else page()
-    print(text, end="")
-    if options.output:
-        options.output.write_text(text)
+    page.Report(parser.parse_args(arguments).output).add(*text_of_page())
     return 0
 
 

@@ -23,14 +23,11 @@ of --dp sequences of --step_length tokens. "all" is a rank that tokenises every 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +42,8 @@ from longctx.data import stdlib_files, stream_records, tokenize_stream
 from longctx.packing import PackedStream, plan_packing
 from longctx.packing.lookahead import LookAhead
 
-from .packing import DISTRIBUTIONS, PACKAGES, Lengths, device, line, timed
+from . import page
+from .packing import DISTRIBUTIONS, PACKAGES, Lengths, timed
 
 HEADER = ["lengths", "L", "lanes", "rows", "before", "density", "with the end", "of a pass", "best fit decreasing"]
 HEADER += ["late", "waiting", "plan µs/doc (min–max)", "row µs/doc", "copy µs/doc", "Mtokens/s"]
@@ -228,7 +226,7 @@ def measure_ranks(ranks: int, step_length: int) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = page.parser("streaming", __doc__)
     parser.add_argument("--documents", type=int, default=100_000)
     parser.add_argument("--lengths", nargs="+", choices=DISTRIBUTIONS, default=list(DISTRIBUTIONS))
     parser.add_argument("--capacity", type=int, nargs="+", default=[4096, 32768, 131072])
@@ -239,20 +237,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="plans timed for each case")
     options = parser.parse_args(arguments)
 
-    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    print(f"{device()}; Python {platform.python_version()}, {versions}; {options.documents:,} documents\n")
-    print(line(HEADER), line(["---"] * len(HEADER)), sep="\n", flush=True)
+    print(f"{page.device()}; {page.versions(PACKAGES)}; {options.documents:,} documents\n")
+    print(page.head(HEADER), flush=True)
     for name in options.lengths:
         for capacity in options.capacity:
             for lanes in options.lanes:
                 cells = measure(name, options.documents, capacity, lanes, options.look_ahead, options.repeats)
-                print(line(cells), flush=True)
-    print("", line(READ_HEADER), line(["---"] * len(READ_HEADER)), sep="\n", flush=True)
+                print(page.row(cells), flush=True)
+    print("", page.head(READ_HEADER), sep="\n", flush=True)
     for name in options.lengths:
         for capacity in options.capacity:
-            print(line(measure_reading(name, options.documents, capacity, options.look_ahead)), flush=True)
-    print("", line(RANK_HEADER), line(["---"] * len(RANK_HEADER)), sep="\n", flush=True)
-    print(line(measure_ranks(options.dp, options.step_length)), flush=True)
+            print(page.row(measure_reading(name, options.documents, capacity, options.look_ahead)), flush=True)
+    print("", page.head(RANK_HEADER), sep="\n", flush=True)
+    print(page.row(measure_ranks(options.dp, options.step_length)), flush=True)
 
 
 if __name__ == "__main__":

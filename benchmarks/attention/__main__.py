@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import platform
-import sys
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -15,18 +11,13 @@ import longctx
 from longctx.training.engines import prefer_huge_pages
 from longctx.upstream.deepspeed_internals import stay_on_cpu
 
-from .. import attention
-from ..packing import device
-from .timing import Report, measure_ranks, measure_virtual
+from .. import attention, page
+from .timing import measure_ranks, measure_virtual
 from .ways import CASES
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.attention",
-        description=attention.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = page.parser("attention", attention.__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768], help="tokens in a pack")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--packs", type=int, default=3, help="packs of each case")
@@ -64,13 +55,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     if options.device == "cpu":
         stay_on_cpu()  # else DeepSpeed, which ranks import, would say on stdout that it has found no GPU
-    given = sys.argv[1:] if arguments is None else arguments
-    report = Report(options.output)
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy"))
-    versions += f", longctx {longctx.__version__}"
-    where = torch.cuda.get_device_name() if options.device == "cuda" else device()
-    report.add("`" + " ".join(["python -m benchmarks.attention", *given]) + f"`, {date.today()}  ")
-    report.add(f"{where}; Python {platform.python_version()}, {versions}  ")
+    report = page.Report(options.output)
+    where = torch.cuda.get_device_name() if options.device == "cuda" else page.device()
+    report.add(f"{page.command('attention', arguments)}, {page.today()}  ")
+    report.add(f"{where}; {page.versions(('torch', 'numpy'))}, longctx {longctx.__version__}  ")
     report.add(
         f"{options.heads[0]} query heads, {options.heads[1]} key/value heads, head size {options.head_dim}; "
         f"{options.packs} packs, {options.repeats} repetitions each"

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from longctx.attention.operator import varlen_attention
 from longctx.launch.store import meeting_point
 
-from ..packing import line
+from .. import page
 from ..ranks import results_of
 from .ways import CASES, TOLERANCE, WAYS, ZIGZAG, Attend, Heads, Part
 from .zigzag import Ints
@@ -99,21 +98,6 @@ def heads_of(options: argparse.Namespace) -> Heads:
     return Heads(query=options.heads[0], key_value=options.heads[1], dim=options.head_dim)
 
 
-class Report:
-    """Lines that are printed as they come, and kept in a file where one is given."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        if path is not None:
-            path.write_text("")
-
-    def add(self, *lines: str) -> None:
-        print(*lines, sep="\n", flush=True)
-        if self.path is not None:
-            with self.path.open("a") as file:
-                print(*lines, sep="\n", file=file)
-
-
 def spread(values: NDArray) -> str:
     """Median (lowest–highest)."""
     return f"{np.median(values):.2f} ({values.min():.2f}–{values.max():.2f})"
@@ -161,13 +145,13 @@ def measured_rows(options: argparse.Namespace, case: str, num_tokens: int) -> li
     return rows
 
 
-def measure_ranks(options: argparse.Namespace, report: Report) -> None:
+def measure_ranks(options: argparse.Namespace, report: page.Report) -> None:
     """Measure all cases on ranks of this machine, and report the rows of rank 0."""
     for num_tokens in options.tokens:
         report.add("", f"{num_tokens:,} tokens, {options.ranks} ranks", "")
-        report.add(line(RANK_HEADER), line(["---"] * len(RANK_HEADER)))
+        report.add(page.head(RANK_HEADER))
         for case in options.cases:
-            report.add(*map(line, results_of(options.ranks, measured_rows, options, case, num_tokens)[0]))
+            report.add(*map(page.row, results_of(options.ranks, measured_rows, options, case, num_tokens)[0]))
 
 
 # --- timing virtual ranks -----------------------------------------------------------------------------------------
@@ -241,12 +225,12 @@ def virtual_rows(case: str, packs: list[Ints], dtype: torch.dtype, options: argp
         ]
 
 
-def measure_virtual(options: argparse.Namespace, report: Report) -> None:
-    report.add("", line(VIRTUAL_HEADER), line(["---"] * len(VIRTUAL_HEADER)))
+def measure_virtual(options: argparse.Namespace, report: page.Report) -> None:
+    report.add("", page.head(VIRTUAL_HEADER))
     torch.set_num_threads(1)
     for num_tokens in options.tokens:
         for case in options.cases:
             packs = CASES[case](num_tokens, options.packs)
             for dtype in options.dtype:
                 for row in virtual_rows(case, packs, getattr(torch, dtype), options):
-                    report.add(line(row))
+                    report.add(page.row(row))

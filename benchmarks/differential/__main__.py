@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import shlex
 import sys
 import tempfile
 import time
@@ -14,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 
+from .. import page
 from . import reference
 from .covering import covering_set, describe
 from .judge import EXACT, Judge, Outcome
-from .report import page, write
+from .report import text_of, write
 from .shrink import explains, shrink
 from .space import Case, draw
 
@@ -108,10 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         session.run_all(_cases(args, started), lanes=args.lanes)
     if args.replay:
         print(session.outcomes[0].log)
-    command = "python -m benchmarks.differential " + shlex.join(sys.argv[1:] if arguments is None else arguments)
+    command = page.command("differential", arguments)
     exact = {outcome.case for outcome in session.outcomes if outcome.status == EXACT}
     note = describe(exact, args.seed) if args.default_set else ""
-    text = page(session.outcomes, session.found, command=command, seconds=time.monotonic() - started, note=note)
+    text = text_of(session.outcomes, session.found, command=command, seconds=time.monotonic() - started, note=note)
     print(text if args.report is None else write(text, Path(args.report)))
     return int(bool(session.found))
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections import Counter
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
+from .. import page
 from .judge import EXACT, FINDINGS, REFUSED, UNDETERMINED, Outcome, general
 from .shrink import explains
 
@@ -17,7 +14,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl", "peft")
 MOST_MESSAGES = 60
 
 
-def page(
+def text_of(
     outcomes: Sequence[Outcome], shrunk: Sequence[Outcome], *, command: str, seconds: float, note: str = ""
 ) -> str:
     """The whole report.
@@ -29,13 +26,9 @@ def page(
         seconds: that it took.
         note: what else there is to say of the cases.
     """
-    versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
+    where = f"{page.device()}, no GPU, {seconds / 60:.0f} minutes"
     lines = [
-        "# Differential fuzzing",
-        "",
-        f"`{command}`, {datetime.now(UTC):%Y-%m-%d}, {platform.machine()} with {os.cpu_count()} cores, no GPU, "
-        f"{seconds / 60:.0f} minutes. {versions}.",
-        "",
+        *page.heading("Differential fuzzing", command, where, page.versions(PACKAGES)),
         "Each case is a training run by `longctx.train` or `longctx.dpo`, compared with a reference on one process "
         "that imports nothing of longctx: loss, gradient norm, learning rate and tokens of every step, evaluation "
         "losses, and the saved weights.",
@@ -51,7 +44,7 @@ def page(
 
 def write(text: str, folder: Path) -> Path:
     """Write the page of today; returns its path."""
-    path = folder / f"differential_{datetime.now(UTC):%Y-%m-%d}.md"
+    path = folder / f"differential_{page.today()}.md"
     path.write_text(text)
     return path
 
@@ -60,19 +53,18 @@ def _counts(outcomes: Sequence[Outcome]) -> list[str]:
     counts = Counter(outcome.status for outcome in outcomes)
     named = [EXACT, REFUSED, UNDETERMINED, *FINDINGS]
     rest = sorted(counts.keys() - set(named))
-    rows = [f"| {name} | {counts[name]} |" for name in [*named, *rest]]
-    return ["| outcome | cases |", "| --- | ---: |", *rows, f"| all | {len(outcomes)} |", ""]
+    rows = [*((name, counts[name]) for name in [*named, *rest]), ("all", len(outcomes))]
+    return [*page.table(["outcome", "cases"], rows), ""]
 
 
 def _errors(outcomes: Sequence[Outcome]) -> list[str]:
     exact = [outcome.errors for outcome in outcomes if outcome.status == EXACT]
     names = sorted({name for errors in exact for name in errors})
-    lines = ["## Relative errors of the exact cases", "", "| quantity | median | 99% | largest |"]
-    lines += ["| --- | ---: | ---: | ---: |"]
+    lines = ["## Relative errors of the exact cases", "", page.head(["quantity", "median", "99%", "largest"])]
     for name in names:
         values = sorted(errors[name] for errors in exact if name in errors)
         picked = (values[len(values) // 2], values[min(len(values) - 1, int(len(values) * 0.99))], values[-1])
-        lines.append(f"| {name} | " + " | ".join(f"{value:.0e}" for value in picked) + " |")
+        lines.append(page.row([name, *(f"{value:.0e}" for value in picked)]))
     return [*lines, ""]
 
 

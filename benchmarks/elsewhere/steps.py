@@ -148,7 +148,7 @@ def show(outcome: Outcome, template: str) -> str:
     if outcome.error is None:
         return template.format(**outcome.value)
     print(outcome.log, file=sys.stderr, flush=True)
-    return outcome.error.replace("RefusedError", "refused").replace("|", "\\|")
+    return outcome.error.replace("RefusedError", "refused")
 
 
 def _call(argument: tuple[Callable[..., Any], dict[str, Any]]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -16,13 +15,11 @@ import traceback
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import cast
 
-from .. import fuzz
-from ..packing import device, line
+from .. import fuzz, page
 from .damage import damage
 from .kinds import KINDS, model_folder, tiny, usual_settings
 
@@ -115,10 +112,9 @@ def report(kinds: Sequence[str], files: int, seed: int, processes: int) -> Itera
         counts[name][outcome] += 1
         if outcome in FAILURES:
             print(f"{outcome}: {name} {number}: {message}", file=sys.stderr, flush=True)
-    yield line(["kind", "files", *OUTCOMES])
-    yield line(["---"] * (len(OUTCOMES) + 2))
+    yield page.head(["kind", "files", *OUTCOMES])
     for kind, found in [*counts.items(), ("all", sum(counts.values(), Counter()))]:
-        yield line([kind, f"{found.total():,}", *(f"{found[outcome]:,}" for outcome in OUTCOMES)])
+        yield page.row([kind, f"{found.total():,}", *(f"{found[outcome]:,}" for outcome in OUTCOMES)])
 
 
 def _warm_up() -> None:
@@ -139,26 +135,20 @@ def _warm_up() -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 1 if a file did neither: give the right tokens, or the typed error."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.fuzz", description=(fuzz.__doc__ or "").partition("\n")[0]
-    )
+    parser = page.parser("fuzz", fuzz.__doc__)
     parser.add_argument("--files", type=int, default=10_000, help="Over all kinds. Default: 10000.")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--seed", type=int, default=0, help="Of the damage. Default: 0.")
     parser.add_argument("--processes", type=int, default=2, help="At a time. Default: 2.")
     parser.add_argument("--output", type=Path, help="Also write the table here.")
     options = parser.parse_args(arguments)
-    given = sys.argv[1:] if arguments is None else arguments
-    head = ["# Damaged files", "", f"`{' '.join(['python -m benchmarks.fuzz', *given])}`  "]
-    head += [f"{datetime.now(UTC):%Y-%m-%d}, {device()}", "", *(fuzz.__doc__ or "").split("\n\n", 2)[2].split("\n")]
+    head = page.heading("Damaged files", page.command("fuzz", arguments), page.device())
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(FUZZ_FOLDER=folder, HF_HUB_OFFLINE="1")
         _warm_up()
-        lines = [*head, *report(options.kinds, options.files, options.seed, options.processes)]
+        lines = list(report(options.kinds, options.files, options.seed, options.processes))
         logging.disable(logging.NOTSET)
-    print("\n".join(lines), flush=True)
-    if options.output:
-        options.output.write_text("\n".join(lines) + "\n")
+    page.Report(options.output).add(*head, page.explained(fuzz.__doc__), "", *lines)
     total = lines[-1].split("|")[1:-1]
     return int(any(cell.strip() != "0" for cell in total[4:]))
 

@@ -37,15 +37,14 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from .. import page
 from ..max_length.results import DECIDED, OK, OOM, REFUSED, TIMEOUT, Line, Results, read
 from ..max_length.results import FILE as RESULTS_FILE
 from ..ranks import run_group, start_server
@@ -113,9 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = page.parser("gpu", __doc__)
     parser.add_argument(
         "--only",
         nargs="+",
@@ -219,14 +216,11 @@ def _folder_name(device: str, is_quick: bool) -> str:
 
 def _versions() -> dict[str, Any]:
     found = {name: version(name) for name in PACKAGES if importlib.util.find_spec(name.replace("-", "_"))}
-    described = subprocess.run(
-        ["git", "-C", str(RESULTS), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
     return {
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "date": page.today(),
         "python": sys.version.split()[0],
         "versions": found,
-        "commit": described.stdout.strip(),
+        "commit": page.commit(),
     }
 
 

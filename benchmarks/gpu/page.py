@@ -13,6 +13,7 @@ from longctx.forecast.cost import cost
 from longctx.machine.here import Machine
 from longctx.machine.speeds import TABLE, Speeds, SpeedTable
 
+from .. import page
 from ..max_length.results import OK, Line
 from .refit import as_of, changes, known_kernel, number, row_of, speeds_of
 
@@ -360,9 +361,5 @@ def _error(predicted: float | None, measured: float | None) -> str:
     return f"{predicted / measured - 1:+.0%}" if predicted is not None and measured else NONE
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield "| " + " | ".join(head) + " |"
-    yield "| --- " * len(head) + "|"
-    for row in rows:
-        yield "| " + " | ".join(row) + " |"
-    yield ""
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [*page.table(head, rows), ""]

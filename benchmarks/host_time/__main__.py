@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import host_time
+from benchmarks import host_time, page
 
-from .page import figures, owners, page, ratios
+from .page import figures, owners, ratios, text_of
 from .race import HERE, LAYOUTS, LOG_STEPS, MODES, ROOT, TRL, Case, cloned, race
 
 
@@ -24,9 +22,7 @@ def cases(layouts: Sequence[str], modes: Sequence[str], workers: Sequence[int]) 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.host_time", description=(host_time.__doc__ or "").partition("\n")[0]
-    )
+    parser = page.parser("host_time", host_time.__doc__)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="of activation checkpoints")
     parser.add_argument("--workers", nargs="+", type=int, choices=(0, 1), default=[0, 1], help="of the data loader")
@@ -41,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"--steps {options.steps} --starts {options.starts} must be at least one block of {LOG_STEPS} steps a "
             "start and two in all, for quartiles"
         )
-    given = shlex.join(sys.argv[1:] if arguments is None else arguments)
+    command = page.command("host_time", arguments)
     contestants, pairs, said, text = [], [], [], ""
     with cloned(options.against) as others:
         trees = {HERE: ROOT, **others, TRL: ROOT}
@@ -55,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
             for name, of in turns.items():
                 rows += owners(name, of.owned, options.owners)
             print(*rows, sep="\n", file=sys.stderr, flush=True)
-            text = page(given.partition(" --output")[0], contestants, pairs, said, options.steps, options.starts)
+            text = text_of(command, contestants, pairs, said, options.steps, options.starts)
             if options.output:
                 options.output.write_text(text)
     print(text, end="")

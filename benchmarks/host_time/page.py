@@ -5,13 +5,10 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
-from importlib.metadata import version
 from itertools import combinations
 
-from benchmarks import host_time
+from benchmarks import host_time, page
 from benchmarks.elsewhere.steps import PACKAGES
-from benchmarks.packing import device
 
 from .race import HERE, LOG_STEPS, TRL, Case, Turns
 from .turns import Turn
@@ -90,7 +87,7 @@ def figures(case: Case, turns: Mapping[str, Turns]) -> Iterator[str]:
         times = [mean(of.timed, clock) for clock in CLOCKS.values()]
         cells = [*case, name, *(f"{number:,.0f}" for number in (python + c, python, worker))]
         cells += [f"{1000 * time:.1f}" for time in (*times, seconds)]
-        yield f"| {' | '.join(map(str, cells))} |"
+        yield page.row(cells)
 
 
 def ratios(case: Case, turns: Mapping[str, Turns], oldest: str | None) -> Iterator[tuple[str, list[str]]]:
@@ -116,7 +113,7 @@ def ratios(case: Case, turns: Mapping[str, Turns], oldest: str | None) -> Iterat
             f"loader workers {case.workers}: {name} {found[name]:.3f} of {pair[1]}'s, asked for ≤ {most:.2f}"
             for name, most in asked.items()
         ]
-        yield f"| {' | '.join(map(str, cells))} |", said
+        yield page.row(cells), said
 
 
 def owners(name: str, turns: Sequence[Turn], number: int) -> Iterator[str]:
@@ -126,36 +123,31 @@ def owners(name: str, turns: Sequence[Turn], number: int) -> Iterator[str]:
         yield f"{name:10} {count / len(turns):9,.1f} {owner}"
 
 
-def page(
-    flags: str, of_contestants: Sequence[str], of_pairs: Sequence[str], said: Sequence[str], steps: int, starts: int
+CONTESTANTS = ["layout", "checkpoints", "workers", "trainer", "calls", "Python's", "worker's", "processor ms"]
+CONTESTANTS += ["main thread ms", "clock ms", "worker ms"]
+PAIRS = ["layout", "checkpoints", "workers", "pair", "calls", *CLOCKS, "losses differ by", "goals"]
+
+
+def text_of(
+    command: str, of_contestants: Sequence[str], of_pairs: Sequence[str], said: Sequence[str], steps: int, starts: int
 ) -> str:
-    heads = (
-        "layout | checkpoints | workers | trainer | calls | Python's | worker's | processor ms | main thread ms | "
-        "clock ms | worker ms",
-        f"layout | checkpoints | workers | pair | calls | {' | '.join(CLOCKS)} | losses differ by | goals",
-    )
-    tables = [[f"| {head} |", "|" + " --- |" * (head.count("|") + 1)] for head in heads]
+    facts = f"{page.device()}, gloo", f"{starts} starts of each trainer, {steps} timed steps each"
     lines = [
-        "# What a step asks of the host, beside TRL's",
-        "",
-        f"`python -m benchmarks.host_time {flags}`  ",
-        f"{device()}, gloo; {datetime.now(UTC):%Y-%m-%d}; {starts} starts of each trainer, {steps} timed steps each  ",
-        ", ".join(f"{name} {version(name)}" for name in PACKAGES),
-        "",
-        (host_time.__doc__ or "").partition("--output FILE\n\n")[2].strip(),
+        *page.heading("What a step asks of the host, beside TRL's", command, *facts, page.versions(PACKAGES)),
+        page.explained(host_time.__doc__),
         "",
         "All numbers are for one step on rank 0. `calls` counts calls of Python and C functions by the main thread,",
         "`Python's` only those of Python functions, and `worker's` those of the data loader's process, for one",
         "micro-batch. `processor` is the CPU time of all threads, `main thread` that of the main thread, and `clock`",
         "the elapsed time. Times are means over all timed steps, and so include pauses of Python's garbage collector.",
         "",
-        *tables[0],
+        page.head(CONTESTANTS),
         *of_contestants,
         "",
         f"Ratios of these numbers, with quartiles over blocks of {LOG_STEPS} steps. Losses are those of the first ten",
         "steps.",
         "",
-        *tables[1],
+        page.head(PAIRS),
         *of_pairs,
         "",
         *(f"- {line}" for line in sorted(said)),

@@ -25,16 +25,15 @@ import math
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import longctx
 
+from .. import page
 from ..ranks import run_group, start_server
 from .results import SWEEP, Results, TimeIsUp
 from .tables import summary
@@ -244,7 +243,7 @@ def _sweep(options: argparse.Namespace, results: Results, command: str) -> None:
         documents=documents,
         commit=facts["commit"],
     )
-    results.add({"kind": SWEEP, "command": command, "date": f"{datetime.now(UTC):%Y-%m-%d}", **facts})
+    results.add({"kind": SWEEP, "command": command, "date": page.today(), **facts})
     Sweep(options.output, settings, results, found).run()
 
 
@@ -298,7 +297,7 @@ def _facts(options: argparse.Namespace, use_cpu: bool) -> dict[str, Any]:
         has = f"{device['device_bytes'] / GIB:.1f}"
         raise ValueError(f"--memory_budget_gib {options.memory_budget_gib}: a {device['device_kind']} has {has} GiB.")
     return device | {
-        "device": _processor() if use_cpu else device["device_kind"],
+        "device": page.device() if use_cpu else device["device_kind"],
         "host_bytes": host_bytes(),
         "use_cpu": use_cpu,
         "budget_bytes": budget,
@@ -307,7 +306,7 @@ def _facts(options: argparse.Namespace, use_cpu: bool) -> dict[str, Any]:
         **{n: getattr(options, n) for n in SETTINGS if n in vars(options) and n != "document_lengths"},
         "versions": {name: version(name) for name in PACKAGES} | {"longctx": longctx.__version__},
         "python": sys.version.split()[0],
-        "commit": _commit(),
+        "commit": page.commit(),
     }
 
 
@@ -319,19 +318,6 @@ def _gpu(output: Path) -> dict[str, Any]:
     if not asked.reports:
         raise ValueError(f"There are GPUs, and the first does not answer: {asked.error}. See nvidia-smi.")
     return asked.reports[0]
-
-
-def _processor() -> str:
-    from ..packing import device
-
-    return device()
-
-
-def _commit() -> str:
-    """Of the checkout this runs in, `-dirty` where it has changes; empty outside one."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 def _check_same(facts: dict[str, Any], results: Results, output: Path) -> None:

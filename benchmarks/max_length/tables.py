@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import page
 from .results import COMBINATION, FIT, OK, OOM, SWEEP, TIME, Key, Line, latest
 
 TABLE, LENGTHS_PICTURE, SECONDS_PICTURE = "table.md", "max_length.png", "seconds_per_step.png"
@@ -91,7 +92,7 @@ def summary(lines: Sequence[Line]) -> Iterator[str]:
 
 def _summary_table(known: Mapping[Key, Line]) -> Iterator[str]:
     counts = dict.fromkeys(line["devices"] for line in _of(known, COMBINATION))
-    yield from _table(SUMMARY_COLUMNS, [row for devices in counts for row in _summary_rows(devices, known)])
+    yield from page.table(SUMMARY_COLUMNS, [row for devices in counts for row in _summary_rows(devices, known)])
     yield ""
     yield (
         "*Longest*: the longest sequence that completed two optimizer steps; ≥ where the search was not over. *Timed "
@@ -190,7 +191,7 @@ def _page(lines: Sequence[Line]) -> Iterator[str]:
         "host memory."
     )
     yield ""
-    yield from _table(LENGTH_COLUMNS, [_length_row(line, known) for line in _of(known, COMBINATION)])
+    yield from page.table(LENGTH_COLUMNS, [_length_row(line, known) for line in _of(known, COMBINATION)])
     yield from ("", "## Seconds per step", "")
     yield (
         f"Optimizer steps, after {sweep['warmup']} of warm-up: the median, and the range from p10 to p90. *MFU*: "
@@ -198,7 +199,7 @@ def _page(lines: Sequence[Line]) -> Iterator[str]:
         f"{_peak_text(known)}."
     )
     yield ""
-    yield from _table(TIME_COLUMNS, [_time_row(line, known) for line in _of(known, TIME)])
+    yield from page.table(TIME_COLUMNS, [_time_row(line, known) for line in _of(known, TIME)])
     if errors := list(_errors(known)):
         yield from ("", "## Why", "", *errors)
 
@@ -297,11 +298,6 @@ def _errors(known: Mapping[Key, Line]) -> Iterator[str]:
 
 def _of(known: Mapping[Key, Line], kind: str) -> list[Line]:
     return [line for key, line in known.items() if key.kind == kind]
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    cells = [columns, ["---"] * len(columns), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return ["| " + " | ".join(row) + " |" for row in cells]
 
 
 def _sweep(lines: Sequence[Line]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from longctx.attention.kernels import choose
@@ -28,10 +29,9 @@ from longctx.attention.kernels.varlen import AtenFlashKernel
 from longctx.layers import loss
 from longctx.parallel import SequenceParallel, parallelize
 from longctx.sequence.batch import ShardedBatch
-from longctx.sequence.host_tensors import SavedOnHost, host_memory
+from longctx.sequence.host_tensors import SavedOnHost
 from longctx.upstream.transformers_internals import enable_checkpointing
 
-from .offloading import offloading_on_cpu
 from .trace import MemoryTrace, MemoryTracer
 
 
@@ -44,31 +44,22 @@ class StepSettings:
     document_lengths: Sequence[int] | None = None
     """Lengths of the row's documents, `length` in all; None means one document."""
     sp: int = 1
-    dp: int = 1
-    """Sequence groups, each with a row of its own. FSDP2 shards over all sp · dp devices."""
     engine: str = "fsdp2"
     """`fsdp2`, or `none`: one device without an engine, with fp32 weights under autocast."""
     sp_backend: str = "auto"
-    compute_dtype: torch.dtype = torch.bfloat16
-    reduce_dtype: torch.dtype = torch.float32
-    """dtype in which FSDP2 reduces gradients."""
     fused_loss: bool = True
     """Whether the loss is fused, as it always is in longctx; False makes all logits, for comparison."""
     activation_checkpointing: Mapping[str, Any] | None = field(default_factory=dict)
     """transformers' `activation_checkpointing_kwargs`, such as `every_n_layers`. None switches it off."""
-    activation_offloading: bool = False
-    """TRL's offloading: what the forward pass saves is copied to the host, except for the last few tensors."""
     saved_on_host: bool = False
-    """The same without the last few tensors: all that the forward pass saves is copied to the host."""
-    on_host: Sequence[str] = ()
-    """Categories that the engine offloads; see `MemoryTracer`."""
+    """Whether all that the forward pass saves is copied to the host."""
     memory_options: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of `longctx.parallelize`: `heads_k_stride`, `tiled_mlp_num_shards`, `sequence_chunk_size`, …"""
 
     def __post_init__(self) -> None:
-        if self.engine not in ("fsdp2", "none") or (self.engine == "none" and self.sp * self.dp > 1):
+        if self.engine not in ("fsdp2", "none") or (self.engine == "none" and self.sp > 1):
             raise ValueError(
-                f"engine {self.engine!r} with {self.sp * self.dp} devices: use 'fsdp2', or 'none' for one device. "
+                f"engine {self.engine!r} with {self.sp} devices: use 'fsdp2', or 'none' for one device. "
                 "DeepSpeed does not run on fake tensors; trace a real step of it with MemoryTracer."
             )
         if sum(self.documents) != self.length:
@@ -97,7 +88,7 @@ def trace_training_step(
     Raises:
         ValueError: for settings that the real run would refuse, or inside a process group.
     """
-    with fake_process_group(settings.sp * settings.dp, rank), flash_kernel(), few_tiles():
+    with fake_process_group(settings.sp, rank), flash_kernel(), few_tiles():
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -114,10 +105,10 @@ def trace_training_step(
         shard = sequence.shard(batch)
         shard.context.before_first_pass = None  # which asks the other ranks
         other_loss = None if loss_of is None else loss_of(sequence, batch)
-        prepare = fsdp2(settings) if settings.engine == "fsdp2" else _as_is
+        wrapped = fsdp2() if settings.engine == "fsdp2" else None
 
         def losses(model: nn.Module, inputs: dict[str, Any], shift_labels: Tensor) -> Tensor:
-            with torch.autocast("cpu", settings.compute_dtype, enabled=settings.compute_dtype != torch.float32):
+            with torch.autocast("cpu", torch.bfloat16):
                 if other_loss is not None:
                     return other_loss(model, replace(shard, inputs=inputs, shift_labels=shift_labels))
                 if settings.fused_loss:
@@ -125,53 +116,16 @@ def trace_training_step(
                     return sequence.reduce(token_losses, settings.length)
                 return sequence.loss(model(**inputs).logits, shift_labels, settings.length)
 
-        return trace_fake_step(
-            mode,
-            model,
-            prepare,
-            losses,
-            (shard.inputs, shard.shift_labels),
-            on_host=settings.on_host,
-            activation_offloading=settings.activation_offloading,
-            saved_on_host=settings.saved_on_host,
-        )
-
-
-def trace_fake_step(
-    mode: FakeTensorMode,
-    model: nn.Module,
-    prepare: Callable[[nn.Module], nn.Module],
-    compute_loss: Callable[..., Tensor],
-    arguments: tuple[Any, ...],
-    *,
-    on_host: Sequence[str] = (),
-    activation_offloading: bool = False,
-    saved_on_host: bool = False,
-) -> MemoryTrace:
-    """Trace forward, backward and AdamW of a model made in `mode`, with the optimizer states of an earlier step.
-
-    Args:
-        prepare: wraps the model as the engine does.
-        compute_loss: (model, *arguments) -> [], to call backward on.
-        arguments: arguments of `compute_loss`; tensors in them are made fake.
-        activation_offloading, saved_on_host: as in `StepSettings`.
-    """
-    with mode:
-        model = prepare(model)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=True)
-        _make_states(optimizer)
-        fake = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, arguments)
-        del arguments
-        offloading: contextlib.AbstractContextManager[Any] = (
-            SavedOnHost() if saved_on_host else contextlib.nullcontext()
-        )
-        if activation_offloading:
-            offloading = offloading_on_cpu(model, host_memory, _unique_key)
-        with MemoryTracer(model, optimizer, on_host=on_host) as tracer:
-            with offloading:
-                compute_loss(model, *fake).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        with mode:
+            model = model if wrapped is None else wrapped(model)
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=True)
+            _make_states(optimizer)
+            inputs, shift_labels = tree_map_only(Tensor, mode.from_tensor, (shard.inputs, shard.shift_labels))
+            with MemoryTracer(model, optimizer) as tracer:
+                with SavedOnHost() if settings.saved_on_host else contextlib.nullcontext():
+                    losses(model, inputs, shift_labels).backward()
+                optimizer.step()
+                optimizer.zero_grad()
     return tracer.trace()
 
 
@@ -226,18 +180,10 @@ def few_tiles() -> Iterator[None]:
         loss._tiles = original
 
 
-def _unique_key(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype
-
-
-def _as_is(model: nn.Module) -> nn.Module:
-    return model
-
-
-def fsdp2(settings: StepSettings) -> Callable[[nn.Module], nn.Module]:
+def fsdp2() -> Callable[[nn.Module], nn.Module]:
     """Return accelerate's own wrapping of a model. Call it outside the fake mode, where the mesh has to be made."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
-    policy = MixedPrecisionPolicy(param_dtype=settings.compute_dtype, reduce_dtype=settings.reduce_dtype)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",

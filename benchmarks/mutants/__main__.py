@@ -12,13 +12,12 @@ are kept in a file, so that a run that is interrupted goes on where it was; what
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
+from .. import page
 from .catalogue import ROOT, Mutant, load
 from .run import Outcome, Results, run
 
@@ -28,10 +27,10 @@ HEADER = ("class", "mutants", "killed", "of these by time-out", "survived, expla
 def table(mutants: Sequence[Mutant], outcomes: dict[str, Outcome]) -> list[str]:
     """Lines of Markdown: counts by class, then every mutant that was not killed by a failing test."""
     found = [(mutant, outcomes[key]) for mutant in mutants if (key := mutant.key()) in outcomes]
-    lines = [_line(HEADER), _line(["---"] * len(HEADER))]
+    lines = [page.head(HEADER)]
     for kind in [*dict.fromkeys(mutant.kind for mutant, _ in found), "all"]:
         of_kind = [pair for pair in found if kind in (pair[0].kind, "all")]
-        lines.append(_line([kind, *map(str, _counts(of_kind))]))
+        lines.append(page.row([kind, *_counts(of_kind)]))
     total, killed, *_ = _counts(found)
     lines += ["", f"{killed} of {total} are killed: {killed / max(total, 1):.1%}."]
     if len(found) < len(mutants):
@@ -54,15 +53,9 @@ def _described(mutant: Mutant) -> str:
     return f"- `{mutant.file}` ({mutant.kind}): {mutant.wrong}{why}"
 
 
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 1 if a mutant survives that should not, or tests fail without one."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.mutants", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = page.parser("mutants", __doc__)
     parser.add_argument("--list", action="store_true", help="Print the mutants by class, and stop.")
     parser.add_argument("--only", nargs="+", metavar="CLASS", help="Or parts of mutants' descriptions or files.")
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1, help="At a time. Default: 1.")
@@ -89,7 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
     lines = table(mutants, results.outcomes)
     print("", *lines, sep="\n")
     if options.output:
-        options.output.write_text("\n".join([*_head(arguments), *lines]) + "\n")
+        facts = page.device(), page.versions(("torch", "transformers", "trl", "deepspeed"))
+        head = page.heading("Mutants", page.command("mutants", arguments), *facts)
+        options.output.write_text("\n".join([*head, page.explained(__doc__), "", *lines]) + "\n")
     known = [(mutant, results.outcomes.get(mutant.key())) for mutant in mutants]
     survived = any(found is not None and found.status == "survived" and not m.survives for m, found in known)
     return int(bool(failed) or survived)
@@ -104,18 +99,6 @@ def _chosen(mutants: Sequence[Mutant], only: Sequence[str] | None) -> list[Mutan
         if not only
         or any(mutant.kind == name if name in kinds else name in f"{mutant.file} {mutant.wrong}" for name in only)
     ]
-
-
-def _head(arguments: list[str] | None) -> list[str]:
-    from importlib.metadata import version
-
-    from ..packing import device
-
-    given = sys.argv[1:] if arguments is None else arguments
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "trl", "deepspeed"))
-    head = ["# Mutants", "", f"`{' '.join(['python -m benchmarks.mutants', *given])}`  "]
-    head += [f"{datetime.now(UTC):%Y-%m-%d}, {device()}; {versions}", ""]
-    return [*head, *(__doc__ or "").rstrip().split("\n\n", 2)[2].split("\n"), ""]
 
 
 if __name__ == "__main__":

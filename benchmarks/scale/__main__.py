@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
-import shlex
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import DeepseekV3Config
 
-from ..packing import device, line
+from .. import page
 from ..published import CONFIGS
 from . import __doc__ as about
 from . import formulas
@@ -296,10 +292,10 @@ def report(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     if options.ranks:
         speed = disk_speed(folder)
         yield from ("## Real runs", "", f"The disk wrote, flushed and read again {speed / 1e9:.2f} GB/s.", "")
-        yield from (line(HEAD), line(["---"] * len(HEAD)))
+        yield page.head(HEAD)
         sizes = {"hidden": options.hidden, "layers": options.layers, "vocabulary": options.vocabulary}
         for row in real_rows(options.ranks, sizes, folder, speed):
-            yield line(row.cells())
+            yield page.row(row.cells())
         yield ""
     speeds = Bandwidth(options.node_gbs * 1e9, options.storage_gbs * 1e9)
     models = large_models()
@@ -308,13 +304,13 @@ def report(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     yield f"Seconds are those of files, at {options.node_gbs:g} GB/s a node and {options.storage_gbs:g} GB/s in all."
     yield from ("", *NOT_SHRINKING.splitlines())
     for number, (title, names) in enumerate(COMPUTED.items()):
-        yield from ("", f"### {title}", "", line(["model", "ranks", *names]), line(["---"] * (2 + len(names))))
-        yield from (line([model.name, f"{ranks:,}", *values[number]]) for model, ranks, values in rows)
+        yield from ("", f"### {title}", "", page.head(["model", "ranks", *names]))
+        yield from (page.row([model.name, f"{ranks:,}", *values[number]]) for model, ranks, values in rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the page; exit code 1 if a figure differs from its formula."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=(about or "").partition("\n")[0])
+    parser = page.parser("scale", about)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8, 48], help="Of real runs. Default: 2 4 8 48.")
     parser.add_argument("--hidden", type=int, default=1024, help="Of the model of up to 8 ranks. Default: 1024.")
     parser.add_argument("--layers", type=int, default=22, help="Of this model. Default: 22, so 291M parameters.")
@@ -323,19 +319,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--storage_gbs", type=float, default=100.0, help="GB/s of all nodes together. Default: 100.")
     parser.add_argument("--output", type=Path, help="Also write the page here.")
     options = parser.parse_args(arguments)
-    given = shlex.join(sys.argv[1:] if arguments is None else arguments).partition("--output ")[0].strip()
-    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    head = ["# Files, memory and messages at scale", "", f"`{f'python -m benchmarks.scale {given}'.strip()}`  "]
-    head += [f"{datetime.now(UTC):%Y-%m-%d}, {device()}, gloo; Python {platform.python_version()}, {versions}", ""]
-    head += [*(about or "").split("\n\n", 2)[2].split("\n")]
-    lines = []
+    output, differs = page.Report(options.output), False
+    facts = f"{page.device()}, gloo", page.versions(PACKAGES)
+    output.add(*page.heading("Files, memory and messages at scale", page.command("scale", arguments), *facts))
+    output.add(page.explained(about), "")
     with tempfile.TemporaryDirectory() as folder:
-        for text in chain(head, report(options, Path(folder))):
-            print(text, flush=True)
-            lines.append(text)
-    if options.output:
-        options.output.write_text("\n".join(lines) + "\n")
-    return int(any("**!**" in text for text in lines if text.startswith("|")))
+        for text in report(options, Path(folder)):
+            output.add(text)
+            differs |= text.startswith("|") and "**!**" in text
+    return int(differs)
 
 
 if __name__ == "__main__":

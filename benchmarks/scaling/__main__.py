@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-from datetime import UTC, datetime
 from pathlib import Path
 
-from .. import scaling
+from .. import page, scaling
 from .pictures import curves_picture, time_picture
 from .simulation import (
     AGENT,
@@ -74,7 +72,7 @@ def cases(*documents: str) -> list[Case]:
     return [Case(model, kind, gigabits) for kind in documents for model, gigabits in SHOWN]
 
 
-def page(folder: Path | None) -> str:
+def text_of(folder: Path | None) -> str:
     every_split = {case: strong(case) for case in cases(PACKED, ONE)}
     fixed: Results = {case: widest(runs) for case, runs in every_split.items()}
     longer: Results = {case: longer_rows(case) for case in cases(PACKED, ONE)}
@@ -97,7 +95,7 @@ def page(folder: Path | None) -> str:
         time_picture(folder / "time.png", of_kinds, "Simulated: how ranks spend a step, the same sequences")
     return "\n".join(
         [
-            HEAD.format(date=f"{datetime.now(UTC):%Y-%m-%d}"),
+            HEAD.format(date=page.today()),
             "## Conclusions",
             "",
             *(f"- {sentence}" for sentence in conclusions(fixed, more, shuffled)),
@@ -162,21 +160,16 @@ def page(folder: Path | None) -> str:
             "The documents called agent sessions have log-normal lengths with a median of 38k tokens.",
             "",
             *together_table(one_group),
-            "",
         ]
     )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.scaling", description=(scaling.__doc__ or "").partition("\n")[0]
-    )
+    parser = page.parser("scaling", scaling.__doc__)
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="write table.md and its pictures here, too")
     options = parser.parse_args(arguments)
-    text = page(options.output)
-    print(text, end="")
-    if options.output:
-        (options.output / "table.md").write_text(text)
+    text = text_of(options.output)
+    page.Report(options.output and options.output / "table.md").add(text)
     return 0
 
 

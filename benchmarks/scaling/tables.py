@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..packing import line
+from .. import page
 from .simulation import (
     DEVICES,
     GOALS,
@@ -29,17 +29,16 @@ from .simulation import (
 
 def together_table(results: Mapping[tuple[Case, int], Mapping[str, Run]]) -> Iterator[str]:
     """Efficiency of groups and of one group, beside the goals."""
-    yield line(["model, links", "documents", "devices", "groups of eight", "one group of all", "", "goal"])
-    yield line(["---"] * 7)
+    yield page.head(["model, links", "documents", "devices", "groups of eight", "one group of all", "", "goal"])
     for (case, devices), found in results.items():
         if not found:
-            yield line([case.title, case.documents, f"{devices:,}", "does not fit", "does not fit", "", ""])
+            yield page.row([case.title, case.documents, f"{devices:,}", "does not fit", "does not fit", "", ""])
             continue
         apart = max((one for name, one in found.items() if name.endswith(str(NODE))), key=lambda one: one.efficiency)
         whole = {name: one for name, one in found.items() if one.sp == devices}
         name = max(whole, key=lambda name: whole[name].efficiency)
         goal = GOALS.get((case.model, case.gigabits), {}).get(devices)
-        yield line(
+        yield page.row(
             [
                 case.title,
                 case.documents,
@@ -62,35 +61,33 @@ def paying(results: Results, case: Case, backend: str) -> str:
 
 
 def paying_table(studies: Mapping[str, Results]) -> Iterator[str]:
-    yield line(["what grows", "documents", "model, links", *NAMES])
-    yield line(["---"] * (3 + len(NAMES)))
+    yield page.head(["what grows", "documents", "model, links", *NAMES])
     for study, results in studies.items():
         for case in results:
-            yield line([study, case.documents, case.title, *(paying(results, case, name) for name in NAMES)])
+            yield page.row([study, case.documents, case.title, *(paying(results, case, name) for name in NAMES)])
 
 
 def efficiency_table(runs: Sequence[Run]) -> Iterator[str]:
     """Efficiency and seconds of a step by devices and backend."""
     names = [name for name in NAMES if any(run.backend == name for run in runs)]
     by_place = {(run.devices, run.backend): run for run in runs}
-    yield line(["devices", *names])
-    yield line(["---"] * (1 + len(names)))
+    yield page.head(["devices", *names])
     for devices in sorted({one.devices for one in runs}):
         cells = (by_place.get((devices, name)) for name in names)
-        yield line([f"{devices:,}", *(f"{run.efficiency:.0%}, {run.seconds:,.3g} s" if run else "" for run in cells)])
+        shown = (f"{run.efficiency:.0%}, {run.seconds:,.3g} s" if run else "" for run in cells)
+        yield page.row([f"{devices:,}", *shown])
 
 
 def fastest_table(results: Results) -> Iterator[str]:
     """The fastest backend and split for every number of devices, for each case."""
-    yield line(["devices", *(f"{case.documents}, {case.title}" for case in results)])
-    yield line(["---"] * (1 + len(results)))
+    yield page.head(["devices", *(f"{case.documents}, {case.title}" for case in results)])
     for devices in DEVICES:
         cells = []
         for runs in results.values():
             there = [run for run in runs if run.devices == devices]
             best = min(there, key=lambda run: run.seconds, default=None)
             cells.append(f"{best}: {best.efficiency:.0%}" if best else "does not fit")
-        yield line([f"{devices:,}", *cells])
+        yield page.row([f"{devices:,}", *cells])
 
 
 def conclusions(fixed: Results, more: Results, shuffled: Sequence[Run]) -> Iterator[str]:
@@ -143,8 +140,7 @@ def conclusions(fixed: Results, more: Results, shuffled: Sequence[Run]) -> Itera
 
 def looser_table(case: Case, usual: Sequence[Run]) -> Iterator[str]:
     """Efficiency of rings and hybrids: planned as in training, and by what the imbalance may be at most."""
-    yield line(["devices", "backend", "by seconds", *(f"at most {limit}" for limit in LIMITS)])
-    yield line(["---"] * (3 + len(LIMITS)))
+    yield page.head(["devices", "backend", "by seconds", *(f"at most {limit}" for limit in LIMITS)])
     for known in usual:
         if known.backend not in ("ring", "hybrid") or known.devices < 8 * NODE:
             continue
@@ -153,4 +149,4 @@ def looser_table(case: Case, usual: Sequence[Run]) -> Iterator[str]:
             of = rows(STRONG_LENGTH, case.documents, STRONG_ROWS * STEPS, limit)
             step = middle_step(case, of, STRONG_ROWS)
             found += [one for one in [run(case, known.backend, known.devices, known.sp, of, step)] if one is not None]
-        yield line([f"{known.devices:,}", known.backend, *(f"{one.efficiency:.0%}" for one in found)])
+        yield page.row([f"{known.devices:,}", known.backend, *(f"{one.efficiency:.0%}" for one in found)])

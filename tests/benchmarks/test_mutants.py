@@ -7,7 +7,6 @@ import functools
 import tomllib
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -87,4 +86,3 @@ def test_the_list_is_printed_by_class(capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("large scores:\n")
     assert printed.count("\n  longctx/") == sum(mutant.kind == "large scores" for mutant in MUTANTS)
-    assert Path(ROOT / "benchmarks" / "mutants" / "numbers.toml").is_file()

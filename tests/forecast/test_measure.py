@@ -14,10 +14,9 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.shapes import shape_of
-from benchmarks.step_time import HERE
 from longctx.forecast.cost import cost
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.machine import measure
@@ -79,7 +78,10 @@ def test_two_processes_measure_their_link() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CPU seconds are compared")
 def test_real_steps_take_what_measured_speeds_say(speeds, tmp_path) -> None:
     """Of a run that trains 17 million parameters on 2,048 tokens a step, in CPU seconds, within 25%."""
-    Qwen3ForCausalLM(HERE).save_pretrained(tmp_path / "model")
+    sizes = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    config = Qwen3Config(**sizes, **heads, tie_word_embeddings=True)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     draw = random.Random(0)
     rows = [json.dumps({"input_ids": [draw.randrange(256) for _ in range(2048)]}) for _ in range(8)]
@@ -87,7 +89,7 @@ def test_real_steps_take_what_measured_speeds_say(speeds, tmp_path) -> None:
     few, more = (_cpu_seconds(tmp_path, steps) for steps in (1, 4))
     real = (more - few) / 3
     machine = replace(Machine.of("CPU", 1), speeds=speeds)
-    predicted = cost(shape_of(ModelSizes.of_config(HERE), bf16=False), machine, 2048)
+    predicted = cost(shape_of(ModelSizes.of_config(config), bf16=False), machine, 2048)
     print(f"{real:.2f} s, predicted {predicted.step_seconds:.2f} s: {dict(predicted.seconds)}")
     assert predicted.step_seconds == pytest.approx(real, rel=0.25)
 

@@ -116,7 +116,7 @@ def test_a_chunked_step_takes_the_same_of_the_device_at_any_length() -> None:
 
 def test_tiles_of_an_offloaded_step_stay_on_the_device() -> None:
     """What an MLP saves tile by tile, in the backward pass, is not what offloading is for."""
-    settings = StepSettings(length=4096, sp=SP, sp_backend="ulysses", activation_offloading=True)
+    settings = StepSettings(length=4096, sp=SP, sp_backend="ulysses", saved_on_host=True)
     whole = trace_training_step(_config(), settings)
     tiled = trace_training_step(_config(), replace(settings, memory_options={"tiled_mlp_num_shards": 4}))
     assert 0 < tiled.host_peak_bytes <= whole.host_peak_bytes
@@ -221,11 +221,10 @@ def _real_settings(backend: str, memory_options: dict) -> StepSettings:
 
 def real_step(backend: str, memory_options: dict) -> int:
     """On this rank of a gloo group: bytes at the peak of a real step, the first one over."""
-    settings = _real_settings(backend, memory_options)
     model, sequence = parallelize(Qwen3ForCausalLM(_real_config()), SP, sp_backend=backend, **memory_options)
     model.gradient_checkpointing_enable()
     model.train()
-    model = fsdp2(settings)(model)
+    model = fsdp2()(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     row = row_of(REAL_DOCUMENTS)
     row["input_ids"].random_(512)
