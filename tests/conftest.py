@@ -88,6 +88,18 @@ def refusal(monkeypatch, capsys):
 
 
 @pytest.fixture
+def clean_state(monkeypatch):
+    """Take back what resolving a run leaves in accelerate's state and in the environment."""
+    from accelerate.state import AcceleratorState
+
+    before = dict(os.environ)
+    yield
+    AcceleratorState._reset_state(True)
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+
+
+@pytest.fixture
 def without_preflight(monkeypatch):
     """Let --dry_run print only what the flags resolve to, for models without weights and data that is not there."""
     monkeypatch.setattr("longctx.run.preflight.preflight", lambda run: [])

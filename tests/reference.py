@@ -98,3 +98,35 @@ def dense_output(model, documents, **options):
     ids = torch.tensor([token for tokens, _ in documents for token in tokens])
     targets = torch.tensor([token for _, labels in documents for token in [*labels[1:], -100]])
     return model(input_ids=ids[None], position_ids=positions[None], attention_mask=mask, **options), targets
+
+
+def dpo_log_of_trl(model, reference_model, tokenizer, records, folder, *, trainer=None, **options):
+    """The log of DPOTrainer with AdamW on the CPU in fp32.
+
+    Args:
+        trainer: other arguments of DPOTrainer.
+        options: of DPOConfig.
+    """
+    from trl import DPOConfig, DPOTrainer
+
+    args = DPOConfig(
+        output_dir=folder,
+        optim="adamw_torch",
+        max_length=None,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        **options,
+    )
+    trainer = DPOTrainer(
+        model=model,
+        ref_model=reference_model,
+        args=args,
+        train_dataset=records,
+        processing_class=tokenizer,
+        **trainer or {},
+    )
+    trainer.train()
+    return trainer.state.log_history

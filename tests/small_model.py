@@ -27,3 +27,11 @@ def save_small_model(folder, heads: int = 4, key_value_heads: int = 2, **setting
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+def save_with_tokenizer(model: Any, folder: Any) -> None:
+    """Save a model, or its configuration alone, with tiny's tokenizer."""
+    from longctx.model.tiny import tiny_tokenizer
+
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)

@@ -17,6 +17,7 @@ from benchmarks.published import CONFIGS
 from longctx.model.card import TrainedModel
 from longctx.model.rope import extended
 from longctx.train import main
+from tests.jsonl import write_lines
 
 PAGE = (Path(__file__).parents[1] / "docs/howto/after-training.md").read_text(encoding="utf-8")
 PYTHON = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -50,7 +51,7 @@ def test_servers_are_started_as_a_run_prints_it():
 def test_traces_become_records_that_are_trained_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trace = {"context": "A table of towns.", "question": "Which is largest?", "llm_generated_reasoning_traces": "Rome."}
-    Path("pi2.jsonl").write_text("".join(json.dumps(trace | {"final_answer_sql": "Rome"}) + "\n" for _ in range(4)))
+    write_lines(Path("pi2.jsonl"), (trace | {"final_answer_sql": "Rome"} for _ in range(4)))
     exec(PYTHON[-1], {})
     flags = ["--model_name_or_path", "tiny", "--dataset_name", "my_traces.jsonl", "--max_length", "256", *RUN]
     assert main([*flags, "--output_dir", "pi2"]) == 0

@@ -22,6 +22,7 @@ from longctx.train import main as train
 from longctx.training.checkpoint import weights
 from longctx.untrusted.confined import Bounds
 from tests.model.test_models import make_model
+from tests.small_model import save_with_tokenizer
 from tests.training.test_training import make_documents, write_jsonl
 
 peft = pytest.importorskip("peft")
@@ -42,8 +43,7 @@ LAYERS = {"target_modules": ["q_proj", "down_proj"]}
 
 def save_base(folder, config=UNTIED, dtype=torch.bfloat16):
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    save_with_tokenizer(AutoModelForCausalLM.from_config(config, dtype=dtype), folder)
     return str(folder)
 
 
@@ -345,8 +345,7 @@ def test_files_are_no_larger_than_the_limit(adapter, tmp_path, monkeypatch):
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "gpt_oss, sinks and windows"])
 def test_weights_are_rounded_to_the_dtype_of_the_configuration(family, tmp_path, capsys):
     """As transformers loads them, which keeps some in fp32; a tensor that is no number of the model stays as it is."""
-    make_model(family).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    save_with_tokenizer(make_model(family), tmp_path / "model")
     change_weights(tmp_path / "model", lambda held: held.update({"mask": torch.tensor([[True, False]])}))
     change_config(tmp_path / "model", "config.json", dtype="bfloat16")
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").state_dict()

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from longctx.model.tiny import tiny_tokenizer
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from tests.matrix import SETUPS
 from tests.model.more_families import SMALL
 from tests.reference import train_reference
+from tests.small_model import save_with_tokenizer
 from tests.training.test_evaluation import dense_means
 from tests.training.test_training import make_documents, relative, write_jsonl
 from tests.workers import run_ranks
@@ -87,8 +87,7 @@ def save_model(folder, window=None):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.15)
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    save_with_tokenizer(model, folder)
     return str(folder)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from longctx.model.tiny import tiny_model, tiny_tokenizer
 from tests.layers.test_log_probs import dense_log_probs, dense_model
-from tests.reference import adamw_steps
+from tests.reference import adamw_steps, dpo_log_of_trl
 from tests.test_examples import PREFERENCES, losses_in, losses_of, module_of
 from tests.workers import run_ranks, run_script
 
@@ -34,34 +34,21 @@ def losses_of_one_process(batch_size):
 
 def losses_of_trl(batch_size, folder):
     """DPOTrainer's, given the same records."""
-    from trl import DPOConfig, DPOTrainer
-
     dpo = module_of(PREFERENCES)
-    args = DPOConfig(
-        output_dir=folder,
+    history = dpo_log_of_trl(
+        tiny_model(),
+        tiny_model(),
+        tiny_tokenizer(),
+        dpo.load_preferences(),
+        folder,
         per_device_train_batch_size=batch_size,
         max_steps=dpo.STEPS,
         learning_rate=dpo.LEARNING_RATE,
         lr_scheduler_type="constant",
-        optim="adamw_torch",
         beta=dpo.BETA,
-        max_length=None,
         train_sampling_strategy="sequential",
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
     )
-    trainer = DPOTrainer(
-        model=tiny_model(),
-        ref_model=tiny_model(),
-        args=args,
-        train_dataset=dpo.load_preferences(),
-        processing_class=tiny_tokenizer(),
-    )
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [entry["loss"] for entry in history if "loss" in entry]
 
 
 @pytest.mark.long

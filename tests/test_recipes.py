@@ -17,6 +17,7 @@ from benchmarks.published import MODELS
 from docs import recipes
 from longctx.launch.accelerate import find_config
 from longctx.settings.read import parse_flags
+from tests.jsonl import write_lines
 from tests.model.test_models import FAMILIES
 from tests.test_docs import ROOT
 from tests.training.test_dpo import make_pairs
@@ -76,7 +77,7 @@ def test_small_models_take_two_steps(processes, tmp_path):
     pairs = make_pairs(conversational=True)
     chats = [{"messages": [*pair["prompt"], *pair["chosen"]]} for pair in pairs]
     for command, records in {"dpo": pairs, "train": chats}.items():
-        (tmp_path / f"{command}.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in 8 * records))
+        write_lines(tmp_path / f"{command}.jsonl", 8 * records)
     families, cases = {kind: family for family, (kind, _) in reversed(FAMILIES.items())}, {}
     for name in (name for name in FILES if min(recipes.machine_of(name)[0], 2) == processes):
         method = recipes.method_of(name)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from longctx.model.tiny import tiny_model, tiny_tokenizer
+from tests.small_model import save_with_tokenizer
 from tests.workers import run_script
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "retrieval"
@@ -61,8 +62,7 @@ def entropies(folder, processes):
 
 
 def test_the_policy_example_is_the_same_at_sp_1_and_2(tmp_path):
-    tiny_model().save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    save_with_tokenizer(tiny_model(), tmp_path / "model")
     alone, together = (entropies(tmp_path, processes) for processes in (1, 2))
     assert len(alone) == 2
     assert together == pytest.approx(alone, abs=1e-5)  # as many digits as are printed

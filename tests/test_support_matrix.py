@@ -17,12 +17,13 @@ import torch
 from datasets import Dataset, interleave_datasets
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
-from longctx.model.tiny import tiny_tokenizer
 from longctx.settings.dpo import DPO
 from longctx.settings.flags import SFT
 from tests import support_page
+from tests.jsonl import write_lines
 from tests.matrix import COMPILED, FEATURES, NUMBERS, RUNS, SETUPS, SOFT_DEVICE, TRAINED_MODELS, YARN
-from tests.reference import train_reference
+from tests.reference import dpo_log_of_trl, train_reference
+from tests.small_model import save_with_tokenizer
 from tests.training.test_evaluation import check_means, dense_means, trained
 from tests.training.test_training import make_documents, relative, write_jsonl
 from tests.workers import run_ranks
@@ -49,8 +50,7 @@ def models(tmp_path_factory):
         with torch.no_grad():  # biases, sinks and norms count too
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.15)
-        model.save_pretrained(folder / name)
-        tiny_tokenizer().save_pretrained(folder / name)
+        save_with_tokenizer(model, folder / name)
     return folder
 
 
@@ -115,7 +115,7 @@ def chats(folder, tokenizer):
         ids, learnt = encoded["input_ids"], encoded["assistant_masks"]
         records.append({"messages": messages})
         documents.append((ids, [token if mark else -100 for token, mark in zip(ids, learnt, strict=True)]))
-    return Data(path=write_records(folder / "data.jsonl", records), batches=[documents] * 5)
+    return Data(path=write_lines(folder / "data.jsonl", records), batches=[documents] * 5)
 
 
 def completions(folder, tokenizer):
@@ -126,7 +126,7 @@ def completions(folder, tokenizer):
         prompt, completion = (tokenizer(record[name])["input_ids"] for name in ("prompt", "completion"))
         completion = [*completion, tokenizer.eos_token_id]
         documents.append((prompt + completion, [-100] * len(prompt) + completion))
-    return Data(path=write_records(folder / "data.jsonl", records), batches=[documents] * 5)
+    return Data(path=write_lines(folder / "data.jsonl", records), batches=[documents] * 5)
 
 
 def pairs_of_answers(folder, tokenizer):
@@ -137,7 +137,7 @@ def pairs_of_answers(folder, tokenizer):
         return "".join(letters.choices(string.ascii_lowercase + " ", k=letters.randint(3, longest)))
 
     records = [{"prompt": text(20), "chosen": text(40), "rejected": text(40)} for _ in range(8)]
-    return Data(path=write_records(folder / "data.jsonl", records), batches=[records] * 5)
+    return Data(path=write_lines(folder / "data.jsonl", records), batches=[records] * 5)
 
 
 ROLES = ("user", "assistant")
@@ -150,11 +150,6 @@ RECORDS = {
     "completions": completions,
     "pairs of answers": pairs_of_answers,
 }
-
-
-def write_records(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -285,33 +280,18 @@ def reference_of(name, model, data, monkeypatch):
 
 def steps_of_trl(model, data):
     """(losses, gradient norms) of TRL's DPOTrainer on one process."""
-    from trl import DPOConfig, DPOTrainer
-
-    args = DPOConfig(
-        output_dir=str(model.parent / "DPO"),
+    history = dpo_log_of_trl(
+        *(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2)),
+        AutoTokenizer.from_pretrained(model),
+        Dataset.from_list(data.batches[0]),
+        str(model.parent / "DPO"),
         loss_type=["sigmoid", "sft"],
         per_device_train_batch_size=len(data.batches[0]),
         max_steps=len(data.batches),
         learning_rate=LEARNING_RATE,
-        optim="adamw_torch",
-        max_length=None,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
         gradient_checkpointing=False,
     )
-    policy, reference = (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2))
-    trainer = DPOTrainer(
-        model=policy,
-        ref_model=reference,
-        args=args,
-        train_dataset=Dataset.from_list(data.batches[0]),
-        processing_class=AutoTokenizer.from_pretrained(model),
-    )
-    trainer.train()
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    steps = [entry for entry in history if "loss" in entry]
     return [step["loss"] for step in steps], [step["grad_norm"] for step in steps]
 
 

@@ -158,7 +158,7 @@ def update_shards(optimizer: Any) -> None:
     import torch
 
     adam = without_wrappers(optimizer)
-    if not isinstance(adam, torch.optim.Adam):
+    if not issubclass(type(adam), torch.optim.Adam):
         return
     collect = partial(type(adam)._init_group, adam)
 

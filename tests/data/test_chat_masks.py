@@ -27,7 +27,8 @@ from tests.data.test_chats import (
     _texts,
     _tokenizer,
 )
-from tests.data.test_data import _tokenize_error, _write_lines
+from tests.data.test_data import _tokenize_error
+from tests.jsonl import write_lines
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -64,7 +65,7 @@ def test_masks_of_messages_only_remove_turns(masks, tmp_path) -> None:
     [(_, learnt)] = _texts([split], "chatml", completion_only_loss=False)
     assert learnt == f"{OPEN}user\na b{END}" + last
     tokenizer = _tokenizer("chatml")
-    path = _write_lines(tmp_path / "a.jsonl", [record])
+    path = write_lines(tmp_path / "a.jsonl", [record])
     (streamed,) = tokenize_stream(stream_records(path), tokenizer)
     assert streamed["labels"].tolist() == tokenize_records(load_records(path), tokenizer)["labels"][0]
 
@@ -89,7 +90,7 @@ def test_what_looks_like_a_mask_changes_no_token(tmp_path) -> None:
     tokenizer = _tokenizer("qwen3")
     expected = tokenize_records(Dataset.from_list([CHATS["turns"]]), tokenizer)["input_ids"][0]
     for number, other in enumerate(others):
-        path = _write_lines(tmp_path / f"{number}.jsonl", [CHATS["turns"], {"messages": other}])
+        path = write_lines(tmp_path / f"{number}.jsonl", [CHATS["turns"], {"messages": other}])
         loaded = tokenize_records(load_records(path), tokenizer)
         streamed = list(tokenize_stream(stream_records(path), tokenizer))
         assert loaded["input_ids"][0] == expected
@@ -269,7 +270,7 @@ def test_overlong_turns_keeps_whole_turns(template, tmp_path) -> None:
 def test_overlong_turns_of_a_stream(tmp_path) -> None:
     tokenizer = _tokenizer("chatml")
     session = [message for turn in range(20) for message in (ASKED, ANSWERED | {"content": f"answer {turn}"})]
-    path = _write_lines(tmp_path / "a.jsonl", [CHATS["turns"], {"messages": session}])
+    path = write_lines(tmp_path / "a.jsonl", [CHATS["turns"], {"messages": session}])
     whole = tokenize_records(load_records(path), tokenizer, gives_turns=True)
     stream = PackedStream(tokenize_stream(stream_records(path), tokenizer, gives_turns=True), 700, overlong="turns")
     (row,) = stream

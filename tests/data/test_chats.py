@@ -15,7 +15,8 @@ from longctx.data.errors import say
 from longctx.data.tokenize import choose_encoder
 from longctx.model.tiny import tiny_tokenizer
 from tests.data.chat_shapes import TOOL
-from tests.data.test_data import _tokenize_error, _write_lines
+from tests.data.test_data import _tokenize_error
+from tests.jsonl import write_lines
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -104,7 +105,7 @@ def test_empty_fields_mean_the_same_as_absent_ones(template, tmp_path) -> None:
     Dataset.from_list(mixed).to_parquet(path)
     from_arrow, from_json = (
         tokenize_records(load_records(str(source)), tokenizer)["input_ids"][:]
-        for source in (path, _write_lines(tmp_path / "a.jsonl", mixed))
+        for source in (path, write_lines(tmp_path / "a.jsonl", mixed))
     )
     assert from_arrow == from_json
     assert tokenizer.decode(from_json[0]) == expected[0]
@@ -160,7 +161,7 @@ def test_sharegpt_equals_the_same_chat_in_messages(template, options) -> None:
 
 def test_unknown_roles_of_sharegpt_are_refused_with_their_place(tmp_path) -> None:
     lines = [{"conversations": [{"from": name, "value": "a"}]} for name in ("human", "narrator")]
-    path = _write_lines(tmp_path / "a.jsonl", lines)
+    path = write_lines(tmp_path / "a.jsonl", lines)
     message = _tokenize_error(load_records(path), tiny_tokenizer())
     assert "a message in 'conversations' is from 'narrator'; expected one of human, user, gpt" in message
     call = [{"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "lift(3)"}]}]
@@ -189,7 +190,7 @@ def test_alpaca_equals_the_conversational_prompt_and_completion() -> None:
 def test_alpaca_is_text_where_there_is_no_template(tmp_path) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
-    source = load_records(_write_lines(tmp_path / "a.jsonl", [ALPACA]))
+    source = load_records(write_lines(tmp_path / "a.jsonl", [ALPACA]))
     document = tokenize_records(source, tokenizer)[0]
     assert tokenizer.decode(document["input_ids"]) == "Add.\n1 2\n3<|endoftext|>"
     assert tokenizer.decode([t for t in document["labels"] if t != -100]) == "3<|endoftext|>"
@@ -224,7 +225,7 @@ def test_keys_and_columns_that_nothing_reads_are_named(caplog, tmp_path) -> None
     record = {"messages": [ASKED | {"id": 3}, ANSWERED | {"id": 4, "weight": 1}]}
     assert "does not read the key 'id' of messages; 2 of them have it" in (said := _said([record], caplog))
     assert "weight" not in said
-    path = _write_lines(tmp_path / "a.jsonl", [record | {"source": "x", "tags": ["y"]}])
+    path = write_lines(tmp_path / "a.jsonl", [record | {"source": "x", "tags": ["y"]}])
     load_records(path)
     assert "Columns of the records that are not read (2): source, tags" in caplog.text
     assert "Columns of the records that are not read (2): lang, source" in _said(
@@ -252,7 +253,7 @@ def test_rows_of_which_nothing_is_learnt_are_kept_and_counted(caplog) -> None:
 
 
 def test_notes_are_said_again_when_tokens_come_from_the_cache(tmp_path, caplog) -> None:
-    path = _write_lines(tmp_path / "a.jsonl", [{"messages": [ASKED | {"id": 1}, ANSWERED]}])
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": [ASKED | {"id": 1}, ANSWERED]}])
     for _ in range(2):
         caplog.clear()
         documents = tokenize_records(load_records(path), _tokenizer("chatml"))

@@ -24,6 +24,7 @@ from longctx.data.tokenize import _fingerprint
 from longctx.model.load import load_config
 from longctx.model.tiny import tiny_tokenizer
 from longctx.training.fingerprint import model_identity
+from tests.jsonl import write_lines
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +163,7 @@ def test_what_changes_while_it_is_read_and_what_is_no_file_is_refused(tmp_path, 
 
 
 def write_jsonl(path: Path, text: str) -> None:
-    path.write_text(json.dumps({"text": text}) + "\n")
+    write_lines(path, [{"text": text}])
 
 
 def write_parquet(path: Path, text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +18,7 @@ from longctx.data import (
     stream_records,
     tokenize_records,
 )
+from tests.jsonl import write_lines
 from tests.model.test_tiny import MESSAGES
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -28,11 +28,6 @@ EOS = 256
 TEXTS = ["hello", "def f(x):\n    return 'ü€'\n", "x" * 300]
 CHATS = [MESSAGES, [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]]
 PAIRS = [("2+2=", "4"), ("the sky is", " blue"), ("", "nothing before")]
-
-
-def _write_lines(path: Path, records: list[Any], end: str = "\n") -> str:
-    path.write_text(end.join(json.dumps(record, ensure_ascii=False) for record in records) + end, encoding="utf-8")
-    return str(path)
 
 
 def _error(function, *args, **kwargs) -> str:
@@ -59,7 +54,7 @@ def test_one_file_of_each_format(tmp_path, suffix) -> None:
     path = tmp_path / f"data{suffix}"
     records = [{"text": text, "source": 1} for text in TEXTS]
     if suffix in (".jsonl", ".json"):
-        _write_lines(path, records)
+        write_lines(path, records)
     elif suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(records), path)
     else:
@@ -87,7 +82,7 @@ def test_json_array(tmp_path, indent) -> None:
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", "\n  \n"])
 def test_line_ends_blank_lines_and_byte_order_mark(tmp_path, end) -> None:
     path = tmp_path / "data.jsonl"
-    _write_lines(path, [{"text": text} for text in TEXTS], end)
+    write_lines(path, [{"text": text} for text in TEXTS], end)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes() + b"\n\n")
     assert load_records(str(path))["text"][:] == TEXTS
     path.write_bytes(path.read_bytes().rstrip())
@@ -97,9 +92,9 @@ def test_line_ends_blank_lines_and_byte_order_mark(tmp_path, end) -> None:
 def test_folder_of_json_lines_in_path_order(tmp_path) -> None:
     folder = tmp_path / "data"
     (folder / "b").mkdir(parents=True)
-    _write_lines(folder / "b" / "0.jsonl", [{"text": "third"}])
-    _write_lines(folder / "a2.jsonl", [{"text": "second"}])
-    _write_lines(folder / "a1.jsonl", [{"text": "first"}])
+    write_lines(folder / "b" / "0.jsonl", [{"text": "third"}])
+    write_lines(folder / "a2.jsonl", [{"text": "second"}])
+    write_lines(folder / "a1.jsonl", [{"text": "first"}])
     (folder / "README.md").write_text("notes")
     (folder / ".hidden").write_text("x")
     assert load_records(str(folder))["text"][:] == ["first", "second", "third"]
@@ -114,8 +109,8 @@ def test_folder_of_json_lines_in_path_order(tmp_path) -> None:
 def test_folder_with_split_names(tmp_path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
-    _write_lines(folder / "train.jsonl", [{"text": "a"}, {"text": "b"}])
-    _write_lines(folder / "test.jsonl", [{"text": "c"}])
+    write_lines(folder / "train.jsonl", [{"text": "a"}, {"text": "b"}])
+    write_lines(folder / "test.jsonl", [{"text": "c"}])
     assert load_records(str(folder))["text"][:] == ["a", "b"]
     assert load_records(str(folder), split="test")["text"][:] == ["c"]
     assert load_records(str(folder), split="train[1:]+test")["text"][:] == ["b", "c"]
@@ -129,8 +124,8 @@ def test_folder_with_split_names(tmp_path) -> None:
 def test_folder_where_only_some_files_name_a_split(tmp_path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
-    _write_lines(folder / "train.jsonl", [{"text": "a"}])
-    _write_lines(folder / "more.jsonl", [{"text": "b"}])
+    write_lines(folder / "train.jsonl", [{"text": "a"}])
+    write_lines(folder / "more.jsonl", [{"text": "b"}])
     message = _load_error(folder)
     assert "more.jsonl" in message
     assert "Name a split in every file" in message
@@ -139,7 +134,7 @@ def test_folder_where_only_some_files_name_a_split(tmp_path) -> None:
 
 
 def test_unreadable_file(tmp_path, monkeypatch) -> None:
-    paths = [_write_lines(tmp_path / name, [{"text": "a"}]) for name in ("a.jsonl", "a.txt")]
+    paths = [write_lines(tmp_path / name, [{"text": "a"}]) for name in ("a.jsonl", "a.txt")]
 
     def refuse(*args, **kwargs):
         raise PermissionError(13, "Permission denied")
@@ -210,9 +205,9 @@ def test_a_saved_table_that_is_cut_off_is_refused(tmp_path) -> None:
 
 def test_changed_file_is_read_again(tmp_path) -> None:
     path = tmp_path / "data.jsonl"
-    _write_lines(path, [{"text": "one"}])
+    write_lines(path, [{"text": "one"}])
     assert load_records(str(path))["text"][:] == ["one"]
-    _write_lines(path, [{"text": "two"}, {"text": "three"}])
+    write_lines(path, [{"text": "two"}, {"text": "three"}])
     assert load_records(str(path))["text"][:] == ["two", "three"]
 
 
@@ -233,7 +228,7 @@ def test_stdlib(tokenizer, capfd) -> None:
 
 
 def test_extra_columns_and_later_columns_are_left_alone(tmp_path, tokenizer) -> None:
-    path = _write_lines(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b", "score": 1}, {"text": "c", "score": "x"}])
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b", "score": 1}, {"text": "c", "score": "x"}])
     assert tokenize_records(load_records(path), tokenizer)["input_ids"][:] == [
         [97 - 33, EOS],
         [65, EOS],
@@ -242,7 +237,7 @@ def test_extra_columns_and_later_columns_are_left_alone(tmp_path, tokenizer) -> 
 
 
 def test_text_that_looks_like_a_date_stays_text(tmp_path) -> None:
-    path = _write_lines(tmp_path / "a.jsonl", [{"text": "2020-01-01T00:00:00"}])
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "2020-01-01T00:00:00"}])
     assert load_records(path)["text"][:] == ["2020-01-01T00:00:00"]
 
 
@@ -270,7 +265,7 @@ def test_hub_out_of_reach() -> None:
 
 
 def test_config_of_a_local_file(tmp_path) -> None:
-    path = _write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
     assert "--dataset_config 'en'" in _load_error(path, config="en")
 
 
@@ -285,7 +280,7 @@ def test_unknown_format(tmp_path, suffix) -> None:
 def test_mixed_formats_in_a_folder(tmp_path) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "a.py").write_text("x")
-    _write_lines(tmp_path / "src" / "b.jsonl", [{"text": "a"}])
+    write_lines(tmp_path / "src" / "b.jsonl", [{"text": "a"}])
     message = _load_error(tmp_path / "src")
     assert "mixed formats" in message
     assert "glob" in message
@@ -353,10 +348,10 @@ def test_bad_line_is_named(tmp_path, name) -> None:
 def test_a_record_that_is_more_than_its_text_is_refused(tmp_path, more, expected) -> None:
     """A label that is a number, an empty list of images and an empty system prompt are accepted."""
     good = {"prompt": "a", "completion": "b", "label": 0, "images": [], "system": ""}
-    message = _load_error(_write_lines(tmp_path / "a.jsonl", [good, good | more]))
+    message = _load_error(write_lines(tmp_path / "a.jsonl", [good, good | more]))
     assert message.startswith(f"{tmp_path}/a.jsonl:2: the column")
     assert expected in message
-    assert len(load_records(str(_write_lines(tmp_path / "b.jsonl", [good])))) == 1
+    assert len(load_records(str(write_lines(tmp_path / "b.jsonl", [good])))) == 1
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
@@ -375,13 +370,13 @@ def test_a_name_like_a_pattern_is_a_name(tmp_path, suffix) -> None:
 
 
 def test_bad_second_file_is_named(tmp_path) -> None:
-    _write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
     (tmp_path / "b.jsonl").write_text('{"text": "b"}\n{"text": }\n')
     assert f"{tmp_path}/b.jsonl:2: malformed JSON" in _load_error(tmp_path / "*.jsonl")
 
 
 def test_unknown_kind_lists_columns_and_kinds(tmp_path) -> None:
-    message = _load_error(_write_lines(tmp_path / "a.jsonl", [{"question": "a", "answer": "b"}]))
+    message = _load_error(write_lines(tmp_path / "a.jsonl", [{"question": "a", "answer": "b"}]))
     assert "['answer', 'question']" in message
     for kind in ("'text'", "'messages'", "'prompt' and 'completion'", "'input_ids'", "--dataset_text_field"):
         assert kind in message
@@ -429,5 +424,5 @@ def test_binary_and_badly_encoded_text_files(tmp_path) -> None:
     ],
 )
 def test_record_of_the_wrong_form_is_named(tmp_path, records) -> None:
-    path = _write_lines(tmp_path / "a.jsonl", records)
+    path = write_lines(tmp_path / "a.jsonl", records)
     assert _load_error(path).startswith(f"{path}:2: ")

@@ -37,6 +37,7 @@ from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.train import main
 from longctx.training.dataset import TrainingData
+from tests.jsonl import write_lines
 from tests.training.test_resume import run_all, values, weights
 from tests.training.test_training import COMMON, make_documents, relative
 from tests.workers import run_ranks
@@ -61,10 +62,7 @@ def files(tmp_path_factory):
         [{"prompt": f"b{text}", "completion": text} for text in texts[: SIZES[1]]],
         [{"input_ids": [3, number % 250, number // 250], "labels": [3, -100, 5]} for number in range(SIZES[2])],
     ]
-    paths = [folder / f"{name}.jsonl" for name in "abc"]
-    for path, lines in zip(paths, records, strict=True):
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return [str(path) for path in paths]
+    return [write_lines(folder / f"{name}.jsonl", lines) for name, lines in zip("abc", records, strict=True)]
 
 
 def mixture_of(files, **options):
@@ -154,7 +152,7 @@ def test_fractions_are_trls(fractions, files, tokenizer, tmp_path):
         folder = tmp_path / str(number)
         folder.mkdir()
         ids = tokenize_records(load_records(path), tokenizer)["input_ids"][:]
-        (folder / "train.jsonl").write_text("".join(json.dumps({"input_ids": line}) + "\n" for line in ids))
+        write_lines(folder / "train.jsonl", ({"input_ids": line} for line in ids))
         entries.append({"path": str(folder)} | ({"fraction": fractions[number]} if fractions else {}))
     expected = get_dataset(DatasetMixtureConfig(datasets=[*entries]))["train"]
     sources = [tokenize_records(load_records(entry["path"]), tokenizer) for entry in entries]

@@ -32,6 +32,7 @@ from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.settings.rules import fill
 from longctx.training.preference import LOSSES, SFT, Pairs, _summable, sides_of_batch
+from tests.jsonl import write_lines
 from tests.model.more_families import LLAMA4, SMALL
 
 TEXT = [
@@ -176,7 +177,7 @@ def test_pairs_that_do_not_fit_are_refused(overlong, said):
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
 def test_data_of_which_no_pair_is_left_is_refused(overlong, tmp_path, capsys):
     """With a way out that exists for pairs."""
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in TEXT))
+    write_lines(tmp_path / "pairs.jsonl", TEXT)
     flags = ["--model_name_or_path", "tiny", "--dataset_name", str(tmp_path / "pairs.jsonl"), "--prepare_only", "True"]
     assert main([*flags, "--max_length", "6", "--overlong", overlong, "--output_dir", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err

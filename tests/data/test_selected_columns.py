@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from longctx.data import DataError, load_records
@@ -13,6 +11,7 @@ from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.training.dataset import prepare_data_set
+from tests.jsonl import write_lines
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -24,7 +23,7 @@ def test_selected_columns_decide_the_kind_of_json_records(streaming, tmp_path, m
     tokenizer, path = tiny_tokenizer(), tmp_path / "both.jsonl"
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     record = {"prompt": "p", "completion": "c", "text": "t", "label": True}
-    path.write_text("".join(json.dumps(record | {"messages": chat, "number": n}) + "\n" for n in range(4)))
+    write_lines(path, (record | {"messages": chat, "number": n} for n in range(4)))
 
     def first(*columns):
         flags = ["--model_name_or_path", "tiny", "--max_length", "64", "--dataset_streaming", streaming]

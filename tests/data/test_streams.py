@@ -37,9 +37,9 @@ from tests.data.test_data import (
     VOCAB_SIZE,
     _error,
     _load_error,
-    _write_lines,
 )
 from tests.data.test_tokens import CASES
+from tests.jsonl import write_lines
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -66,7 +66,7 @@ def test_a_stream_gives_the_documents_of_the_data_set(name, suffix, tmp_path, to
     records, options = CASES[name]
     path = tmp_path / f"records{suffix}"
     if suffix == ".jsonl":
-        _write_lines(path, records)
+        write_lines(path, records)
     elif suffix == ".parquet":
         Dataset.from_list(records).to_parquet(path)
     elif suffix == ".arrow":
@@ -91,8 +91,8 @@ def test_text_files_and_splits_stream(tmp_path, tokenizer) -> None:
         (texts / f"{number}.txt").write_text(text)
     expected = _lists(tokenize_records(load_records(str(texts)), tokenizer))
     assert _lists(_stream(texts, tokenizer)) == expected
-    _write_lines(folder / "train.jsonl", [{"text": text} for text in TEXTS])
-    _write_lines(folder / "test.jsonl", [{"text": TEXTS[1]}])
+    write_lines(folder / "train.jsonl", [{"text": text} for text in TEXTS])
+    write_lines(folder / "test.jsonl", [{"text": TEXTS[1]}])
     assert _lists(_stream(folder, tokenizer, split="test")) == expected[1:2]
     assert "no split 'dev'; available: test, train" in _error(_stream, folder, tokenizer, split="dev")
     for split in ("train[:2]", "train+test"):
@@ -101,7 +101,7 @@ def test_text_files_and_splits_stream(tmp_path, tokenizer) -> None:
 
 def test_a_stream_reads_what_it_is_asked_for_and_writes_nothing(tmp_path, tokenizer) -> None:
     path = tmp_path / "records.jsonl"
-    _write_lines(path, [{"text": str(number)} for number in range(1000)])
+    write_lines(path, [{"text": str(number)} for number in range(1000)])
     with path.open("a") as file:
         file.write("no JSON")
     documents = _stream(path, tokenizer)
@@ -144,7 +144,7 @@ class _OfTorch(torch.utils.data.IterableDataset):
     ],
 )
 def test_a_bad_record_of_a_stream_is_named(records, words, tmp_path, tokenizer) -> None:
-    path = _write_lines(tmp_path / "records.jsonl", records)
+    path = write_lines(tmp_path / "records.jsonl", records)
     assert words in _error(lambda: list(_stream(path, tokenizer, vocab_size=VOCAB_SIZE)))
 
 

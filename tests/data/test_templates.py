@@ -12,7 +12,8 @@ from longctx.data.chat import ChatEncoder
 from longctx.data.kinds import PAIRS
 from longctx.data.tokenize import encoder_key
 from longctx.model.tiny import tiny_tokenizer
-from tests.data.test_data import _error, _write_lines
+from tests.data.test_data import _error
+from tests.jsonl import write_lines
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -47,7 +48,7 @@ BY_CHANCE = {
 def test_a_template_that_leaves_something_to_chance_is_refused(name, tmp_path, tokenizer) -> None:
     """The first records of a stream are rendered before it is read."""
     records, template, options = BY_CHANCE[name]
-    path, options = _write_lines(tmp_path / "records.jsonl", records), options | {"chat_template": template}
+    path, options = write_lines(tmp_path / "records.jsonl", records), options | {"chat_template": template}
     where = {"text_field": options["text_field"]} if "text_field" in options else {}
 
     def stream():

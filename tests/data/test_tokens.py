@@ -21,8 +21,8 @@ from tests.data.test_data import (
     TEXTS,
     VOCAB_SIZE,
     _tokenize_error,
-    _write_lines,
 )
+from tests.jsonl import write_lines
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -78,7 +78,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 def test_same_tokens_and_labels_as_trl(name, tmp_path, tokenizer, trl_prepare) -> None:
     records, options = CASES[name]
     expected = trl_prepare(records, **options)
-    path = _write_lines(tmp_path / "records.jsonl", records)
+    path = write_lines(tmp_path / "records.jsonl", records)
     for source in (load_records(path), Dataset.from_list(records)):
         documents = tokenize_records(source, tokenizer, vocab_size=VOCAB_SIZE, **options)
         assert documents["input_ids"][:] == [row["input_ids"] for row in expected]
@@ -225,7 +225,7 @@ def test_chat_template_option_and_tools(tokenizer) -> None:
 def test_tools_of_differing_arguments_keep_their_keys(tmp_path, tokenizer) -> None:
     call = {"role": "assistant", "content": ""}
     records = [{"messages": [{**call, "args": {key: 1}}]} for key in ("a", "b")]
-    path = _write_lines(tmp_path / "a.jsonl", records)
+    path = write_lines(tmp_path / "a.jsonl", records)
     template = "{% for m in messages %}{{ m['args'] | tojson }}{% endfor %}"
     documents = tokenize_records(load_records(path), tokenizer, chat_template=template)
     assert [tokenizer.decode(ids) for ids in documents["input_ids"]] == ['{"a": 1}', '{"b": 1}']
@@ -263,7 +263,7 @@ def test_long_document_prints_no_warning(tokenizer, capfd, monkeypatch) -> None:
 
 
 def test_second_tokenization_comes_from_the_cache(tmp_path, monkeypatch) -> None:
-    path = _write_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    path = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     first = tokenize_records(load_records(path), tiny_tokenizer())
     calls = []
     original = datasets.arrow_writer.ArrowWriter.finalize
@@ -283,7 +283,7 @@ def test_second_tokenization_comes_from_the_cache(tmp_path, monkeypatch) -> None
 
 
 def test_several_processes_give_the_same(tmp_path, tokenizer) -> None:
-    path = _write_lines(tmp_path / "a.jsonl", [{"prompt": p, "completion": c} for p, c in PAIRS * 4])
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": p, "completion": c} for p, c in PAIRS * 4])
     one = tokenize_records(load_records(path), tokenizer)
     datasets.config.HF_DATASETS_CACHE = str(tmp_path / "other")
     two = tokenize_records(load_records(path), tokenizer, num_proc=2)

@@ -22,7 +22,7 @@ from longctx.forecast.model_sizes import ModelSizes
 from longctx.machine import measure
 from longctx.machine.here import Machine
 from longctx.machine.speeds import Link, Speeds
-from longctx.model.tiny import tiny_tokenizer
+from tests.small_model import save_with_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +81,7 @@ def test_real_steps_take_what_measured_speeds_say(speeds, tmp_path) -> None:
     sizes = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
     config = Qwen3Config(**sizes, **heads, tie_word_embeddings=True)
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    save_with_tokenizer(Qwen3ForCausalLM(config), tmp_path / "model")
     draw = random.Random(0)
     rows = [json.dumps({"input_ids": [draw.randrange(256) for _ in range(2048)]}) for _ in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))

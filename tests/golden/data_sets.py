@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import datasets
 
@@ -25,10 +23,3 @@ def own_folder() -> Iterator[Path]:
             datasets.config.HF_DATASETS_CACHE = before
             if shows:
                 datasets.enable_progress_bars()
-
-
-def write_lines(path: Path, records: Sequence[Any]) -> str:
-    """Write records as JSON lines; return the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
-    return str(path)

@@ -38,8 +38,9 @@ from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.training.data_order import MicroBatch, StepLoader, StepSampler, StepStream
-from tests.golden.data_sets import own_folder, write_lines
+from tests.golden.data_sets import own_folder
 from tests.golden.digests import digest
+from tests.jsonl import write_lines
 
 Value = Iterator[tuple[str, Any]]
 

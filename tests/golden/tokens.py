@@ -20,8 +20,9 @@ from longctx.run.preparation import prepare_data
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
-from tests.golden.data_sets import own_folder, write_lines
+from tests.golden.data_sets import own_folder
 from tests.golden.digests import digest
+from tests.jsonl import write_lines
 from tests.model.test_tiny import MESSAGES
 
 Records = list[dict[str, Any]]

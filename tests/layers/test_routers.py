@@ -18,13 +18,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from longctx import parallelize
 from longctx.model.allow_list import AUXILIARY_LOSS_MODELS
-from longctx.model.tiny import tiny_tokenizer
 from longctx.training.metrics import TokenMeans
 from tests.model.more_families import EXPERTS
 from tests.model.test_models import FAMILIES, largest_error, make_batch, make_model
 from tests.model.test_models import LENGTHS as DOCUMENT_LENGTHS
 from tests.model.test_peft import Adapt
 from tests.reference import adamw_steps, auxiliary_loss
+from tests.small_model import save_with_tokenizer
 from tests.training.test_training import make_documents, relative, write_jsonl
 from tests.workers import run_main, run_ranks
 
@@ -64,8 +64,7 @@ def save_model(folder, model_type="qwen3_moe", **settings):
         for name, parameter in model.named_parameters():
             if "gate.weight" in name or "router" in name:
                 parameter.mul_(30)  # far from balanced, with loads that differ
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    save_with_tokenizer(model, folder)
     return str(folder)
 
 

@@ -15,11 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 from longctx.layers import tiled_mlp
 from longctx.layers.chunked.tiles import tile_tokens
 from longctx.layers.tiled_mlp import find_mlps, install_tiled_mlp
-from longctx.model.tiny import tiny_tokenizer
 from tests.model.test_models import FAMILIES, make_model
 from tests.model.test_peft import Adapt
 from tests.reference import train_reference
-from tests.small_model import save_small_model
+from tests.small_model import save_small_model, save_with_tokenizer
 from tests.training.test_training import COMMON, EXPERTS, LEARNING_RATE, STEPS, check, make_documents, write_jsonl
 from tests.workers import run_ranks
 
@@ -181,8 +180,7 @@ def folders(tmp_path_factory):
     save_small_model(plain, tie_word_embeddings=False)
     config = Qwen3MoeConfig(**{**AutoConfig.from_pretrained(plain).to_dict(), **EXPERTS})
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(experts)
-    tiny_tokenizer().save_pretrained(experts)
+    save_with_tokenizer(AutoModelForCausalLM.from_config(config), experts)
     return {"plain": str(plain), "experts": str(experts)}
 
 

@@ -25,11 +25,11 @@ from longctx.model.allow_list import (
     UnsupportedModelError,
     check_model,
 )
-from longctx.model.tiny import tiny_tokenizer
 from longctx.train import main
 from tests.model.more_families import KIMI_LINEAR
 from tests.model.test_models import LINEAR, SMALL
 from tests.reference import train_reference
+from tests.small_model import save_with_tokenizer
 from tests.training.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
 from tests.workers import run_ranks
 
@@ -103,8 +103,7 @@ def test_training_delta_layers_equals_one_process(kind, engine, tmp_path, monkey
     if kind == "Kimi delta attention":
         config = CONFIG_MAPPING["kimi_linear"](**KIMI_LINEAR | sizes)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    save_with_tokenizer(AutoModelForCausalLM.from_config(config), tmp_path / "model")
     cases, references = {}, {}
     for shape, checkpointing in (("packed", "False"), ("packed", "True"), ("padded", "False")):
         lengths, flags = SHAPES[shape]

@@ -37,6 +37,7 @@ from tests.model.test_models import (
 )
 from tests.parity_page import MODELS as MODELS_PAGE
 from tests.reference import adamw_steps
+from tests.small_model import save_with_tokenizer
 from tests.training.test_training import make_documents, write_jsonl
 from tests.workers import run_ranks
 
@@ -112,8 +113,7 @@ def make_whole(kind):
 def save_whole(kind, folder):
     """Save it with a tokenizer, and return it."""
     whole = make_whole(kind)
-    whole.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    save_with_tokenizer(whole, folder)
     return whole
 
 
@@ -233,8 +233,7 @@ def test_scaled_positions_go_back_too(tmp_path, capsys):
     config = load_config(str(tmp_path / "whole"))
     config = extended(config, {"rope_type": "yarn", "factor": 4.0})
     model = load_model(str(tmp_path / "whole"), config)
-    model.save_pretrained(tmp_path / "text")
-    tiny_tokenizer().save_pretrained(tmp_path / "text")
+    save_with_tokenizer(model, tmp_path / "text")
     assert put_back(tmp_path / "text", tmp_path / "whole", tmp_path / "back") == 0
     whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "back")
     assert whole.config.text_config.max_position_embeddings == 4 * 128
@@ -341,8 +340,7 @@ def test_an_adapter_goes_back_merged(kind, tmp_path):
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 parameter.normal_()
-    adapted.save_pretrained(tmp_path / "adapter")
-    tiny_tokenizer().save_pretrained(tmp_path / "adapter")
+    save_with_tokenizer(adapted, tmp_path / "adapter")
     assert put_back(tmp_path / "adapter", tmp_path / "whole", tmp_path / "back") == 0
     whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "back")
     torch.testing.assert_close(logits_of(whole), logits_of(adapted), rtol=1e-4, atol=1e-5)

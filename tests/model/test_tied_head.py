@@ -18,6 +18,7 @@ from longctx.upstream.accelerate_internals import ENGINE_ENVIRONMENT
 from tests.model.test_models import SMALL
 from tests.model.test_peft import Adapt
 from tests.reference import train_reference
+from tests.small_model import save_with_tokenizer
 from tests.training.test_training import COMMON, LEARNING_RATE, STEPS, check, make_documents, run_cases, write_jsonl
 from tests.workers import one_by_one, run_ranks
 
@@ -82,8 +83,7 @@ FEW_CASES = [("apart", FEW[0]), ("lora", FEW[1])]
 def test_a_head_of_its_own_is_trained_as_it_is(chosen, tmp_path, parity_table):
     """Five steps and the saved model against one process, all weights and LoRA, and copies that are equal."""
     save_contradictory(tmp_path / "apart")
-    AutoModelForCausalLM.from_config(load_config(str(tmp_path / "apart"))).save_pretrained(tmp_path / "equal")
-    tiny_tokenizer().save_pretrained(tmp_path / "equal")
+    save_with_tokenizer(AutoModelForCausalLM.from_config(load_config(str(tmp_path / "apart"))), tmp_path / "equal")
     store_both(tmp_path / "equal")
     documents = make_documents([90, 7, 41, 1, 130, 64])
     data = write_jsonl(tmp_path / "data.jsonl", documents)

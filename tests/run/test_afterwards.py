@@ -19,9 +19,10 @@ from longctx.__main__ import main as command
 from longctx.model.adapter import add_adapter
 from longctx.model.card import TrainedModel
 from longctx.model.load import load_config
-from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
+from longctx.model.tiny import tiny_config, tiny_model
 from longctx.settings.read import parse_flags
 from tests.model.test_multimodal import save_whole
+from tests.small_model import save_with_tokenizer
 from tests.training.test_dpo import make_pairs
 from tests.training.test_training import make_documents, write_jsonl
 
@@ -55,11 +56,10 @@ KINDS = {  # the model, further flags, and beginnings of lines
 
 def run(kind, model, *flags):
     """Train in `out`."""
-    tiny_model().save_pretrained("base")
-    tiny_tokenizer().save_pretrained("base")
+    save_with_tokenizer(tiny_model(), "base")
     Path("data").mkdir(exist_ok=True)
     if is_dpo := kind.startswith("DPO"):
-        Path("data", "train.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in make_pairs()))
+        write_jsonl(Path("data", "train.jsonl"), make_pairs())
     else:
         write_jsonl(Path("data", "train.jsonl"), make_documents([90, 7, 41, 64]))
     data = str(Path("data", "train.jsonl").absolute())

@@ -18,6 +18,7 @@ from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.train import main
+from tests.jsonl import write_lines
 
 CHATS = [
     [("user", "What is two and two? " * 20), ("assistant", "four")],
@@ -28,9 +29,7 @@ CHATS = [
 @pytest.fixture
 def chats(tmp_path):
     records = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in CHATS]
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
+    return write_lines(tmp_path / "chats.jsonl", records)
 
 
 def found(data: str, *flags: str, model: str = "tiny") -> dict[str, str]:
@@ -138,7 +137,7 @@ def test_time_is_predicted_where_speeds_are_known(chats, monkeypatch):
 def test_the_steps_are_those_that_the_run_then_takes(tmp_path, monkeypatch):
     """Where not all documents are read, it says why, and what counts the steps."""
     data, flags = tmp_path / "data.jsonl", ["--max_length", "64", "--num_train_epochs", "1.5", "--save_strategy", "no"]
-    data.write_text("".join(json.dumps({"text": "x" * (1 + 7 * number % 90)}) + "\n" for number in range(40)))
+    write_lines(data, ({"text": "x" * (1 + 7 * number % 90)} for number in range(40)))
     flags += ["--overlong", "split", "--gradient_accumulation_steps", "3", "--use_cpu", "True"]
     lines = found(str(data), *flags)
     assert lines["records"].startswith("all 40 documents were read: ")

@@ -6,7 +6,6 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from accelerate.state import AcceleratorState
 
 from longctx.model.tiny import tiny_config, tiny_tokenizer
 from longctx.train import main
@@ -52,18 +51,13 @@ def _where(args):
 
 
 @pytest.fixture
-def single_process(monkeypatch, tmp_path_factory):
+def single_process(clean_state, monkeypatch, tmp_path_factory):
     """No GPU and no launcher, nothing is spawned, no weights are read, no trace is left."""
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
     start_rank_0_alone(monkeypatch)
     monkeypatch.setattr("longctx.run.model.load_model", lambda *_, **__: pytest.fail("weights were read"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path_factory.mktemp("called"))  # and not in a model's folder, where a run would write
-    before = dict(os.environ)
-    yield
-    AcceleratorState._reset_state(True)
-    for name in set(os.environ) - set(before):
-        del os.environ[name]
 
 
 @pytest.fixture

@@ -15,11 +15,12 @@ from longctx.model.allow_list import (
     auxiliary_loss_coefficient,
     check_model,
 )
-from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
+from longctx.model.tiny import tiny_config, tiny_model
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.train import main
+from tests.small_model import save_with_tokenizer
 from tests.workers import run_main
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -259,8 +260,7 @@ def test_pad_token_that_the_model_lacks(tmp_path, refused):
     """The pad token is a part of every padded batch, whatever the documents hold."""
     config = tiny_config()
     config.vocab_size, config.pad_token_id = 250, None
-    config.save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    save_with_tokenizer(config, tmp_path)
     (tmp_path / "data.jsonl").write_text(lines(IDS))
     given = ("--model_name_or_path", str(tmp_path), "--dataset_name", str(tmp_path / "data.jsonl"), "--use_cpu")
     refused(*given, parts=("'<|pad|>' has number 257", "0 to 249", "--pad_token"))

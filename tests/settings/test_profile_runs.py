@@ -17,6 +17,7 @@ import yaml
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
+from tests.jsonl import write_lines
 from tests.settings.test_profiles import ACCELERATE, CONFIGS, REPOSITORY, TINY, TRAIN, resolve_launched
 from tests.workers import run_main, run_ranks
 
@@ -144,8 +145,7 @@ def profile_command(name, *launcher_flags):
 def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "rows.jsonl"
     rows = [{"input_ids": [3 + (7 * i + 11 * j * j) % 240 for j in range(n)]} for i, n in enumerate(ROWS)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_lines(path, rows)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from longctx.data.kinds import PAIRS
 from longctx.model.tiny import tiny_config, tiny_tokenizer
 from longctx.run.preparation import template_notes
 from longctx.train import main
-from tests.data.test_data import _write_lines
+from tests.jsonl import write_lines
 
 CHATS = [{"messages": [{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b"}]} for n in (3, 5, 9)]
 GIVEN = {"max_steps": 3, "per_device_train_batch_size": 1, "learning_rate": 1e-3, "max_length": 64, "logging_steps": 1}
@@ -38,7 +38,7 @@ def _train(monkeypatch, model, data, output, *more):
 @pytest.mark.parametrize("added", [[], ["<|turn|>"]])
 def test_trl_resizes_the_model_and_longctx_says_that_it_does_not(added, models, tmp_path, monkeypatch, capsys):
     """The model that TRL's function returns gives TRL's losses."""
-    data, other = _write_lines(tmp_path / "data.jsonl", CHATS), tiny_tokenizer()
+    data, other = write_lines(tmp_path / "data.jsonl", CHATS), tiny_tokenizer()
     other.add_tokens(added, special_tokens=True)
     other.chat_template = "{% for m in messages %}<|turn|>{{ m.content }}{{ eos_token }}{% endfor %}"
     other.eos_token = "<|im_end|>"

@@ -27,6 +27,7 @@ from longctx.training.callbacks import RESUMABLE
 from longctx.training.completions import COMPLETIONS_FILE, read_completions
 from longctx.training.dataset import evaluation_prompts
 from longctx.upstream.accelerate_internals import ENGINE_ENVIRONMENT
+from tests.jsonl import write_lines
 from tests.softcuda.ranks import soft_environment
 from tests.training.test_training import log_of
 from tests.workers import one_by_one, run_ranks
@@ -82,7 +83,7 @@ def data(tmp_path_factory):
         "test": [*PROMPT_LENGTHS[:3], TOO_LONG, *PROMPT_LENGTHS[3:]],
     }.items():
         records = [{"prompt": text(length), "completion": text(8)} for length in [*lengths, 33]]
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_lines(folder / f"{split}.jsonl", records)
     return folder
 
 
@@ -212,7 +213,7 @@ RECORDS = {  # of a chat, as lists of messages; else as text or tokens
 def write(folder, records):
     folder.mkdir(exist_ok=True)
     for split in ("train", "test"):
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_lines(folder / f"{split}.jsonl", records)
     return ["--model_name_or_path", "tiny", "--dataset_name", str(folder), "--eval_strategy", "steps", "--use_cpu"]
 
 

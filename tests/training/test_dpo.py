@@ -8,7 +8,6 @@ between them: these are compared absolutely, in units of the sums.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 import re
@@ -30,7 +29,9 @@ from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.training.preference import LOSS_FLAGS, PreferenceLoss
 from longctx.training.reference_model import ReferencedPreferenceLoss
+from tests.jsonl import write_lines
 from tests.parity_page import DPO as STARTED_BY
+from tests.reference import dpo_log_of_trl
 from tests.training.test_training import log_of
 from tests.workers import one_by_one, run_main, run_ranks
 
@@ -155,46 +156,33 @@ def histories_of_trl(model, records, cases, folder, lora):
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import DPOConfig, DPOTrainer
 
+    load = AutoModelForCausalLM.from_pretrained
+    adapted = {"target_modules": "all-linear", "modules_to_save": ["norm"], "task_type": "CAUSAL_LM"}
+    adapter = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, **adapted)
     results = {}
     for case, options in cases.items():
-        args = DPOConfig(
-            output_dir=folder,
+        history = dpo_log_of_trl(
+            load(model, dtype="float32"),
+            None if lora else load(model, dtype="float32"),
+            AutoTokenizer.from_pretrained(model),
+            Dataset.from_list(records),
+            folder,
+            trainer={"eval_dataset": Dataset.from_list(records[:5]), "peft_config": adapter if lora else None},
             loss_type=case.partition("-")[0].split(),
             per_device_train_batch_size=len(records),
             per_device_eval_batch_size=len(records),
             max_steps=STEPS,
             learning_rate=LEARNING_RATE,
             lr_scheduler_type="constant",
-            optim="adamw_torch",
-            max_length=None,
             train_sampling_strategy="sequential",
-            logging_steps=1,
             eval_strategy="steps",
             eval_steps=2,
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-            bf16=False,
             gradient_checkpointing=False,
             max_grad_norm=0,
             **options,
         )
-        load = AutoModelForCausalLM.from_pretrained
-        adapted = {"target_modules": "all-linear", "modules_to_save": ["norm"], "task_type": "CAUSAL_LM"}
-        adapter = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, **adapted)
-        trainer = DPOTrainer(
-            model=load(model, dtype="float32"),
-            ref_model=None if lora else load(model, dtype="float32"),
-            args=args,
-            train_dataset=Dataset.from_list(records),
-            eval_dataset=Dataset.from_list(records[:5]),
-            processing_class=AutoTokenizer.from_pretrained(model),
-            peft_config=adapter if lora else None,
-        )
-        trainer.train()
-        results[case] = [e for e in trainer.state.log_history if "loss" in e or "eval_loss" in e]
+        results[case] = [e for e in history if "loss" in e or "eval_loss" in e]
     return results
 
 
@@ -242,8 +230,8 @@ def run_layouts(layouts, losses, saved_model, tmp_path, extra=(), conversational
     records = make_pairs(conversational)
     data, held_out = tmp_path / "data" / "train.jsonl", tmp_path / "data" / "test.jsonl"
     data.parent.mkdir(exist_ok=True)
-    data.write_text("".join(json.dumps(pair) + "\n" for pair in records))
-    held_out.write_text("".join(json.dumps(pair) + "\n" for pair in records[:5]))
+    write_lines(data, records)
+    write_lines(held_out, records[:5])
     groups = {}
     for layout in layouts:
         processes, flags = LAYOUTS[layout]
@@ -423,7 +411,7 @@ def resume(cases, cache, folder):
 @pytest.mark.parametrize("case", ["ring", pytest.param("ulysses with LoRA", marks=pytest.mark.long)])
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(case, saved_model, tmp_path):
     data = tmp_path / "pairs.jsonl"
-    data.write_text("".join(json.dumps(pair) + "\n" for pair in make_pairs()))
+    write_lines(data, make_pairs())
     flags = [*flags_of("sigmoid", {}, saved_model, data, tmp_path), *RESUMED[case], "--max_steps", "4"]
     flags += ["--save_strategy", "steps", "--save_steps", "2"]
     arguments = {case: flags}, str(tmp_path / "cache"), str(tmp_path)
@@ -443,7 +431,7 @@ def test_a_reference_that_is_nan_ends_the_run(tmp_path):
     model.model.norm.weight.data[3] = float("nan")
     for part in (model, tiny_tokenizer()):
         part.save_pretrained(tmp_path / "model")
-    data.write_text("".join(json.dumps(pair) + "\n" for pair in make_pairs()))
+    write_lines(data, make_pairs())
     flags = flags_of("sigmoid", {}, tmp_path / "model", data, tmp_path / "out")
     [(code, _, errors)] = run_main(1, "longctx.dpo", flags)
     assert code == FAILED

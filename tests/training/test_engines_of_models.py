@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longctx.model.allow_list import ADDED_IN
-from longctx.model.tiny import tiny_tokenizer
 from longctx.upstream.accelerate_internals import ENGINE_ENVIRONMENT
 from tests.model.test_families import documents_loss
 from tests.model.test_models import CONFIG_MAPPING, FAMILIES
 from tests.parity_page import MODELS as MODELS_PAGE
 from tests.reference import adamw_steps
+from tests.small_model import save_with_tokenizer
 from tests.training.test_training import LEARNING_RATE, make_documents, write_jsonl
 from tests.workers import one_by_one, run_ranks
 
@@ -72,8 +72,7 @@ def save_model(family, folder):
         for name, buffer in model.named_buffers():
             if name in saved:
                 buffer.add_(torch.rand_like(buffer), alpha=0.2)
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    save_with_tokenizer(model, folder)
 
 
 def reference_run(folder, documents):

@@ -5,7 +5,6 @@ Tolerance 1e-5 relative, all fp32: sums run in another order on several ranks. A
 
 from __future__ import annotations
 
-import json
 import os
 
 import numpy as np
@@ -21,6 +20,7 @@ from longctx.settings.resolve import resolve
 from longctx.train import main
 from tests.reference import dense_logits
 from tests.small_model import save_small_model
+from tests.training.test_training import make_documents, write_jsonl
 from tests.workers import one_by_one, run_ranks
 
 TRAIN_LENGTHS = [60, 7, 41, 1, 90, 64, 2, 33]
@@ -70,24 +70,11 @@ CASES = [  # every layout, every kind of rows, batch sizes that divide the rows 
     ("HSDP, ring sp 2", "padded", 2),
 ]
 
-
-def make_documents(lengths, *, seed):
-    """(input_ids, labels) of random tokens; of some documents nearly nothing is learnt."""
-    rng = np.random.default_rng(seed)
-    documents = []
-    for length in lengths:
-        ids = rng.integers(3, 250, length).tolist()
-        hidden = int(rng.choice([0.0, 0.5, 0.95]) * length)
-        documents.append((ids, [-100] * hidden + ids[hidden:]))
-    return documents
-
-
-TRAIN, EVALUATION = make_documents(TRAIN_LENGTHS, seed=0), make_documents(EVAL_LENGTHS, seed=1)
-
-
-def write_jsonl(path, documents):
-    path.write_text("".join(json.dumps({"input_ids": ids, "labels": labels}) + "\n" for ids, labels in documents))
-    return str(path)
+SHARES = [0.0, 0.5, 0.95]
+"""Of a document's tokens, those that are not learnt: of some documents nearly nothing is."""
+TRAIN, EVALUATION = (
+    make_documents(lengths, seed=seed, shares=SHARES) for seed, lengths in enumerate((TRAIN_LENGTHS, EVAL_LENGTHS))
+)
 
 
 @pytest.fixture(scope="module")

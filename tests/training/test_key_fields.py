@@ -17,7 +17,7 @@ from datasets import Dataset
 
 from longctx.data import Mixture, load_records
 from longctx.data.contents import cache_folder
-from longctx.model.tiny import tiny_config, tiny_tokenizer
+from longctx.model.tiny import tiny_config
 from longctx.packing import PackedStream, Packing, plan_packing
 from longctx.run.processes import _decided
 from longctx.settings.data import Source
@@ -29,6 +29,8 @@ from longctx.settings.resolve import resolve
 from longctx.training.checkpoint.files import CheckpointError, Manifest, check_same, read_manifest, write_manifest
 from longctx.training.dataset import _evaluation_settings, prepare_data_set
 from longctx.training.fingerprint import FilesIdentity, _mixture_identity, data_identity, files_identity, node_identity
+from tests.jsonl import write_lines
+from tests.small_model import save_with_tokenizer
 
 TEXTS = ["one", "two and more", "three " * 5, "", "five, five, five", "six", "seven " * 9, "eight"]
 
@@ -37,23 +39,17 @@ CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "S
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
-def lines(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Files of every kind, and another of each."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "model").mkdir()
-    tiny_config().save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
+    save_with_tokenizer(tiny_config(), folder / "model")
     return {
-        "text": lines(folder / "text.jsonl", [{"text": t or "four", "other": f"{t}."} for t in TEXTS]),
-        "more": lines(folder / "more.jsonl", [{"text": f"{t}!"} for t in TEXTS]),
-        "pairs": lines(folder / "pairs.jsonl", [{"prompt": "Why? ", "completion": f"{t}."} for t in TEXTS]),
-        "chats": lines(folder / "chats.jsonl", [{"messages": CHAT}] * 3),
+        "text": write_lines(folder / "text.jsonl", [{"text": t or "four", "other": f"{t}."} for t in TEXTS]),
+        "more": write_lines(folder / "more.jsonl", [{"text": f"{t}!"} for t in TEXTS]),
+        "pairs": write_lines(folder / "pairs.jsonl", [{"prompt": "Why? ", "completion": f"{t}."} for t in TEXTS]),
+        "chats": write_lines(folder / "chats.jsonl", [{"messages": CHAT}] * 3),
         "model": str(folder / "model"),
     }
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from longctx.model.rows import StoredWeight, obstacle_to_rows
-from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
-from tests.small_model import save_small_model
+from longctx.model.tiny import tiny_config, tiny_model
+from tests.small_model import save_small_model, save_with_tokenizer
 from tests.training.test_engines_of_models import save_model
 from tests.training.test_training import make_documents, write_jsonl
 from tests.workers import one_by_one, run_ranks
@@ -187,8 +187,7 @@ def test_a_rank_takes_little_more_host_memory_than_its_shard(num_ranks, tmp_path
     config, folder = tiny_config(), str(tmp_path / "model")
     config.update({"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 22, "vocab_size": 32000})
     config.update({"num_attention_heads": 32, "num_key_value_heads": 16, "layer_types": ["full_attention"] * 22})
-    tiny_model(config=config).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    save_with_tokenizer(tiny_model(config=config), folder)
     data = write_jsonl(tmp_path / "data.jsonl", make_documents([20, 30, 40, 50]))
     given = [*FLAGS, "--num_processes", str(num_ranks), "--model_name_or_path", folder, "--dataset_name", data]
     given += ["--output_dir", str(tmp_path / "output")]

@@ -24,7 +24,7 @@ from longctx.training.peak_memory import GIB, PeakMemory
 from tests.forecast.test_by_hand import CONFIG
 from tests.model.test_models import FAMILIES
 from tests.reference import layout_of
-from tests.training.test_training import EXPERTS
+from tests.training.test_training import EXPERTS, write_jsonl
 from tests.workers import run_ranks
 
 SECONDS = 4.0
@@ -145,7 +145,7 @@ def test_a_token_costs_six_flops_a_parameter_and_four_where_it_is_frozen(adapter
 
 def test_an_entry_of_two_steps_has_their_loss_and_the_norm_and_rate_of_the_last(models, tmp_path) -> None:
     from tests.training.test_resume import log_of
-    from tests.training.test_training import COMMON, make_documents, write_jsonl
+    from tests.training.test_training import COMMON, make_documents
 
     data = write_jsonl(tmp_path / "data.jsonl", make_documents([90, 41, 130]))
     flags = [*COMMON, "--model_name_or_path", models["GQA 4:2"], "--dataset_name", data, "--use_cpu", "True"]

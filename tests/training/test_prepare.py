@@ -20,6 +20,7 @@ from longctx.packing import Packing, load_plan, plan_packing, save_plan
 from longctx.settings.flags import SFT
 from longctx.train import main
 from longctx.training.fingerprint import column_arrays, digest
+from tests.jsonl import write_lines
 from tests.workers import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -125,7 +126,7 @@ def run_flags(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"text": f"{i} " * (20 + 7 * i)}) + "\n" for i in range(40)))
+    write_lines(data, ({"text": f"{i} " * (20 + 7 * i)} for i in range(40)))
     flags = ["--model_name_or_path", "tiny", "--dataset_name", str(data), "--max_length", "256"]
     return [*flags, "--overlong", "split", "--output_dir", str(tmp_path / "out")]
 

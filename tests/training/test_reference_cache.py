@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import datasets
 
 import longctx.parallel
+from tests.jsonl import write_lines
 from tests.training.test_dpo import PACKED, flags_of, histories, make_pairs
 from tests.workers import run_ranks
 
@@ -26,7 +26,7 @@ def files_kept(flags, cache):
 def test_a_ring_that_another_machine_plans_computes_the_reference_anew(saved_model, tmp_path):
     """Speeds of links decide which rank holds which tokens, and so the order in which attention adds up."""
     data = tmp_path / "pairs.jsonl"
-    data.write_text("".join(json.dumps(pair) + "\n" for pair in make_pairs()))
+    write_lines(data, make_pairs())
     flags = [*flags_of("sigmoid", {}, saved_model, data, tmp_path / "out"), "--overwrite_output_dir", "True"]
     flags += ["--cp", "2", *PACKED, "--max_steps", "1"]
     assert run_ranks(2, f"{__name__}:files_kept", flags, str(tmp_path / "cache"))[0] == [1, 1, 2]

@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from longctx.model.tiny import tiny_tokenizer
 from longctx.ranks.agreement import RefusedOnAllRanks, on_all_ranks
-from tests.small_model import save_small_model
+from tests.small_model import save_small_model, save_with_tokenizer
 from tests.training.test_training import COMMON, EXPERTS, make_documents, write_jsonl
 from tests.workers import run_ranks
 
@@ -165,8 +164,7 @@ def models(models, tmp_path_factory):
     tied = save_small_model(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
     config = Qwen3MoeConfig(**AutoConfig.from_pretrained(models["GQA 4:2"]).to_dict() | EXPERTS)
     experts = str(tmp_path_factory.mktemp("experts"))
-    AutoModelForCausalLM.from_config(config).save_pretrained(experts)
-    tiny_tokenizer().save_pretrained(experts)
+    save_with_tokenizer(AutoModelForCausalLM.from_config(config), experts)
     return {**models, "tied": tied, "experts": experts}
 
 

@@ -197,15 +197,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def clean_state(monkeypatch):
-    before = dict(os.environ)
-    yield
-    AcceleratorState._reset_state(True)
-    for name in set(os.environ) - set(before):
-        del os.environ[name]
-
-
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_run_that_would_train_nothing(case, folder, refusal, clean_state, tmp_path):
     (name, *flags), parts = REFUSED[case]

@@ -85,37 +85,39 @@ def test_ctrl_c_before_training_ends_at_once() -> None:
     assert errors.strip() == "longctx: interrupted. Nothing more is saved."
 
 
-def test_a_second_ctrl_c_ends_a_step_at_once(capfd) -> None:
-    process = os.fork()
-    if not process:
+def ending_of(step) -> int:
+    """The exit code of a process that trains a step, which is this function, and listens to signals."""
+    if not (process := os.fork()):
         try:
             StopOnSignal(prints=True).on_train_begin(None, TrainerState(), TrainerControl())
-            os.kill(os.getpid(), signal.SIGINT)
-            until = time.monotonic() + 30
-            while time.monotonic() < until:
-                time.sleep(1)  # goes on after the first signal
-                os.kill(os.getpid(), signal.SIGINT)
+            step()
         finally:
             os._exit(1)
-    _, status = os.waitpid(process, 0)
-    assert os.waitstatus_to_exitcode(status) == 130
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def test_a_second_ctrl_c_ends_a_step_at_once(capfd) -> None:
+    def step() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        until = time.monotonic() + 30
+        while time.monotonic() < until:
+            time.sleep(1)  # goes on after the first signal
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert ending_of(step) == 130
     assert capfd.readouterr().out.count("SIGINT: the run finishes step 1 and saves a checkpoint.") == 1
 
 
 def test_a_signal_that_comes_twice_at_once_counts_once(capfd) -> None:
     """A terminal sends Ctrl-C to every process, and a launcher may pass it on to the same ones."""
-    process = os.fork()
-    if process == 0:
-        try:
-            StopOnSignal(prints=True).on_train_begin(None, TrainerState(), TrainerControl())
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.3)
-            os._exit(7)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(process, 0)
-    assert os.waitstatus_to_exitcode(status) == 7
+
+    def step() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        os._exit(7)
+
+    assert ending_of(step) == 7
     assert capfd.readouterr().out.count("SIGINT: the run finishes step 1 and saves a checkpoint.") == 1
 
 

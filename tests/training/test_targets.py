@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import numpy as np
@@ -13,6 +12,7 @@ from longctx.data.sides import sides_of_pairs
 from longctx.packing import PackedDataset, PairedDataset, kept_of_sides, plan_packing, plan_pairs
 from longctx.train import main
 from longctx.training.dataset import TrainingData
+from tests.jsonl import write_lines
 
 CAPACITY = 16
 
@@ -81,7 +81,7 @@ def test_a_run_whose_steps_have_no_label_saves_no_model(tmp_path, capsys):
     """One document still has a label, but no step reads that document."""
     records = [*[{"prompt": "Why? " * 40, "completion": "So."}] * 4, {"prompt": "Why? ", "completion": "So."}]
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_lines(data, records)
     out = tmp_path / "out"
     flags = ["--model_name_or_path", "tiny", "--dataset_name", str(data), "--output_dir", str(out), "--use_cpu", "True"]
     flags += ["--max_length", "64", "--overlong", "truncate", "--packing", "False", "--report_to", "none"]

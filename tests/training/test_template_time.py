@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from longctx.train import main
-from tests.data.test_data import _write_lines
+from tests.jsonl import write_lines
 from tests.training.test_training import COMMON
 
 DATE = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -20,7 +20,7 @@ CHATS = [{"messages": [{"role": "user", "content": "a" * n}, {"role": "assistant
 @pytest.mark.parametrize("stream", ["False", "True"])
 def test_a_run_that_is_resumed_on_another_day_trains_on_the_same_text(stream, models, tmp_path, monkeypatch):
     """Also in another folder, and with an empty cache."""
-    data, template = _write_lines(tmp_path / "data.jsonl", CHATS), tmp_path / "date.jinja"
+    data, template = write_lines(tmp_path / "data.jsonl", CHATS), tmp_path / "date.jinja"
     template.write_text(DATE)
     given = [*COMMON, "--model_name_or_path", models["GQA 4:2"], "--dataset_name", data, "--max_length", "64"]
     given += ["--chat_template_path", str(template), "--dataset_streaming", stream, "--max_steps", "2"]

@@ -24,8 +24,9 @@ from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Setup
 from longctx.machine.here import Machine
 from longctx.settings.flags import SFT
+from tests.jsonl import write_lines
 from tests.reference import train_reference
-from tests.small_model import HEADS
+from tests.small_model import HEADS, save_with_tokenizer
 from tests.workers import one_by_one, run_ranks
 
 STEPS = 5
@@ -40,20 +41,20 @@ COMMON += ["--per_device_train_batch_size", "1", "--logging_steps", "1", "--save
 COMMON += ["--report_to", "none", "--disable_tqdm", "True"]
 
 
-def make_documents(lengths, *, seed=0, masked=0.4):
-    """(input_ids, labels) of random tokens; a part of the front of each document is not learnt."""
+def make_documents(lengths, *, seed=0, masked=0.4, shares=None):
+    """(input_ids, labels) of random tokens; of the front of each document, one of `shares` is not learnt, or at most
+    the share `masked`."""
     rng = np.random.default_rng(seed)
     documents = []
     for length in lengths:
         ids = rng.integers(3, 250, length).tolist()
-        hidden = int(rng.random() * masked * length)
+        hidden = int((rng.choice(shares) if shares else rng.random() * masked) * length)
         documents.append((ids, [-100] * hidden + ids[hidden:]))
     return documents
 
 
 def write_jsonl(path, documents):
-    path.write_text("".join(json.dumps({"input_ids": ids, "labels": labels}) + "\n" for ids, labels in documents))
-    return str(path)
+    return write_lines(path, ({"input_ids": ids, "labels": labels} for ids, labels in documents))
 
 
 def run_cases(cases):
@@ -296,8 +297,6 @@ def other_models(models, tmp_path_factory):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
-    from longctx.model.tiny import tiny_tokenizer
-
     plain = AutoConfig.from_pretrained(models["GQA 4:2"])
     windows, experts = copy.deepcopy(plain), Qwen3MoeConfig(**{**plain.to_dict(), **EXPERTS})
     windows.update({"use_sliding_window": True, "sliding_window": 24})
@@ -306,8 +305,7 @@ def other_models(models, tmp_path_factory):
     for name, config in (("windows", windows), ("experts", experts)):
         folders[name] = str(tmp_path_factory.mktemp(name))
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folders[name])
-        tiny_tokenizer().save_pretrained(folders[name])
+        save_with_tokenizer(AutoModelForCausalLM.from_config(config), folders[name])
     return folders
 
 
@@ -409,19 +407,16 @@ def test_the_example_of_the_trl_documentation(tmp_path):
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-    from longctx.model.tiny import tiny_tokenizer
-
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 272}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}
-    Qwen2ForCausalLM(Qwen2Config(**sizes, **heads)).save_pretrained(tmp_path / "Qwen2-0.5B")
-    tiny_tokenizer().save_pretrained(tmp_path / "Qwen2-0.5B")
+    save_with_tokenizer(Qwen2ForCausalLM(Qwen2Config(**sizes, **heads)), tmp_path / "Qwen2-0.5B")
     turns = [
         {"role": "user", "content": "How long is a piece of string?"},
         {"role": "assistant", "content": "Twice half."},
     ]
     chats = [{"messages": turns * n} for n in range(1, 7)]
-    (tmp_path / "Capybara.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    write_lines(tmp_path / "Capybara.jsonl", chats)
     command = [str(Path(sys.executable).parent / "accelerate"), "launch"]
     command += [
         "--config_file",

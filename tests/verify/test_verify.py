@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen3Config
 
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.model.tiny import tiny_model, tiny_tokenizer
+from longctx.model.tiny import tiny_model
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
@@ -27,6 +27,7 @@ from longctx.verify.parity import gradient_errors, worst_gradient
 from longctx.verify.report import Check, Finding, as_json, as_table, culprit, error_check
 from longctx.verify.setup import few_layers
 from tests.model.more_families import SMALL
+from tests.small_model import save_with_tokenizer
 from tests.workers import run_main, run_ranks, start_rank_0_alone
 
 ROOT = Path(__file__).parents[2]
@@ -90,8 +91,7 @@ LARGE = Qwen3Config(
 )
 def test_what_is_exact_passes(arguments, start, tmp_path):
     """A folder with weights of a user's own."""
-    tiny_model().save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    save_with_tokenizer(tiny_model(), tmp_path)
     code, result, stderr = start(*QUICK, "--model_name_or_path", str(tmp_path), *arguments)
     assert code == 0, (result, stderr)
     assert result["ok"] is True
