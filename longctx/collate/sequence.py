@@ -162,7 +162,7 @@ def _varlen_arguments(borders: NDArray[np.int64]) -> dict[str, Any]:
 
 
 def _join_rows(rows: list[_Row]) -> _Row:
-    nothing = [np.zeros(0, dtype=np.int64)] * len(_Row._fields)
+    nothing = _Row(*[np.zeros(0, dtype=np.int64)] * 4)
     starts = np.cumsum([0, *(len(row.input_ids) for row in rows)])
     moved = [row._replace(branch_starts=row.branch_starts + start) for row, start in zip(rows, starts, strict=False)]
     return _Row(*map(np.concatenate, zip(nothing, *moved, strict=True)))
