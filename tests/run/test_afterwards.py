@@ -21,6 +21,7 @@ from longctx.model.card import TrainedModel
 from longctx.model.load import load_config
 from longctx.model.tiny import tiny_config, tiny_model
 from longctx.settings.read import parse_flags
+from tests.jsonl import write_lines
 from tests.model.test_multimodal import save_whole
 from tests.small_model import save_with_tokenizer
 from tests.training.test_dpo import make_pairs
@@ -59,7 +60,7 @@ def run(kind, model, *flags):
     save_with_tokenizer(tiny_model(), "base")
     Path("data").mkdir(exist_ok=True)
     if is_dpo := kind.startswith("DPO"):
-        write_jsonl(Path("data", "train.jsonl"), make_pairs())
+        write_lines(Path("data", "train.jsonl"), make_pairs())
     else:
         write_jsonl(Path("data", "train.jsonl"), make_documents([90, 7, 41, 64]))
     data = str(Path("data", "train.jsonl").absolute())

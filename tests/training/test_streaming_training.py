@@ -19,6 +19,7 @@ import pytest
 from longctx.packing import PackedStream
 from longctx.packing.lanes import lane_of
 from longctx.train import main
+from tests.jsonl import write_lines
 from tests.reference import train_reference
 from tests.training.test_training import LEARNING_RATE, STEPS, make_documents, relative, write_jsonl
 from tests.workers import run_ranks
@@ -177,7 +178,7 @@ def logged(folder):
 def test_a_stream_without_labels_ends_with_its_first_pass(model, tmp_path, capsys):
     records = [{"input_ids": [1, 2, 3], "labels": [1, -100, -100]}] * 5
     data = tmp_path / "data.jsonl"
-    write_jsonl(data, records)
+    write_lines(data, records)
     flags = [*COMMON, "--model_name_or_path", model, "--dataset_name", str(data), "--use_cpu", "True"]
     assert main([*flags, "--per_device_train_batch_size", "2", "--output_dir", str(tmp_path / "out")]) == 2
     assert "no token with a label in 1 steps, the whole data set: 5 documents with 15 tokens" in capsys.readouterr().err
@@ -190,7 +191,7 @@ def test_a_stream_trains_and_evaluates_as_the_data_set_in_order(model, tmp_path)
     data.mkdir()
     for split, num_records in (("train", 30), ("test", 7)):
         texts = ["".join(map(chr, rng.integers(97, 123, rng.integers(1, 200)))) for _ in range(num_records)]
-        write_jsonl(data / f"{split}.jsonl", ({"text": text} for text in texts))
+        write_lines(data / f"{split}.jsonl", ({"text": text} for text in texts))
     cases = {}
     for name in ("True", "False"):
         cases[name] = [*COMMON, "--dataset_streaming", name, "--packing", "False", "--overlong", "truncate"]
@@ -256,7 +257,7 @@ def test_a_bad_record_ends_the_run_with_its_place(model, tmp_path):
 def test_a_stream_whose_labels_are_all_cut_off_saves_no_model(model, tmp_path, capsys):
     records = [{"prompt": "Why? " * 40, "completion": "So."}] * 8
     data = tmp_path / "data.jsonl"
-    write_jsonl(data, records)
+    write_lines(data, records)
     flags = ["--model_name_or_path", model, "--dataset_name", str(data), "--output_dir", str(tmp_path / "out")]
     assert main([*flags, *COMMON, "--overlong", "truncate", "--use_cpu", "True"]) == 2
     assert f"had no token with a label in {STEPS} steps" in capsys.readouterr().err
@@ -267,7 +268,7 @@ def test_a_resumed_stream_without_further_labels_is_saved(model, tmp_path):
     """The only label is in the first step, which the resumed run does not repeat."""
     records = [{"prompt": "Why? ", "completion": "So."}, *[{"prompt": "Why? " * 40, "completion": "So."}] * 4]
     data = tmp_path / "data.jsonl"
-    write_jsonl(data, records)
+    write_lines(data, records)
     flags = ["--model_name_or_path", model, "--dataset_name", str(data), "--output_dir", str(tmp_path / "out"), *COMMON]
     flags += ["--overlong", "truncate", "--packing", "False", "--use_cpu", "True", "--save_strategy", "steps"]
     flags += ["--per_device_train_batch_size", "1", "--save_steps", "2", "--resume_from_checkpoint", "auto"]
