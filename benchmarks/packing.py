@@ -62,7 +62,7 @@ def bins_of_lengths() -> Lengths:
 
 
 def histogram(rng: np.random.Generator, n: int, capacity: int) -> Lengths:
-    """Document lengths of a long-context training mix."""
+    """Draw document lengths from the histogram of a long-context training mix."""
     low, high, weight = bins_of_lengths()
     bins = rng.choice(len(weight), n, p=weight / weight.sum())
     return rng.integers(low[bins], high[bins] + 1)

@@ -1,4 +1,4 @@
-"""Pages of results, the same for all benchmarks: their heads, their tables, and lines that are printed and kept."""
+"""What all pages of results have in common: their headings, their tables, and how they are printed and written."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pathlib import Path
 
 
 def row(cells: Iterable[object]) -> str:
-    """A row of a Markdown table."""
+    """Return a row of a Markdown table."""
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
 def head(names: Sequence[str]) -> str:
-    """The two lines above the rows of a table."""
+    """Return the header of a Markdown table, two lines."""
     return f"{row(names)}\n{row(['---'] * len(names))}"
 
 
@@ -29,7 +29,7 @@ def table(names: Sequence[str], rows: Iterable[Iterable[object]]) -> list[str]:
 
 
 def device() -> str:
-    """The processor and the cores this process may use."""
+    """Return the number of cores that this process may use, and their architecture."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cgroup = Path("/sys/fs/cgroup/cpu.max")
     quota = cgroup.read_text().split() if cgroup.exists() else ["max"]
@@ -43,18 +43,18 @@ def today() -> str:
 
 
 def commit() -> str:
-    """Of the checkout this runs in, `-dirty` where it has changes; empty outside one."""
+    """Return the commit of this checkout, with `-dirty` if files have changed; empty outside of a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def versions(packages: Iterable[str]) -> str:
-    """Of Python and of packages."""
+    """Return the versions of Python and of packages."""
     return ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)])
 
 
 def command(name: str, arguments: Sequence[str] | None = None) -> str:
-    """What was typed, but for --output, in backquotes.
+    """Return the command that was typed, without --output, as Markdown code.
 
     Args:
         name: of the benchmark.
@@ -67,23 +67,23 @@ def command(name: str, arguments: Sequence[str] | None = None) -> str:
 
 
 def heading(title: str, typed: str, *facts: str) -> list[str]:
-    """The title of a page, the command, and the date with what else there is to say of where it ran."""
+    """Return the lines that begin a page: its title, the command, and the date with facts about the run."""
     return [f"# {title}", "", f"{typed}  ", "; ".join([today(), *facts]), ""]
 
 
 def explained(doc: str | None) -> str:
-    """What a module's docstring says below its usage."""
+    """Return what follows the first line and the usage in a module's docstring."""
     return (doc or "").split("\n\n", 2)[2].strip()
 
 
 def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is the docstring of the benchmark."""
+    """Return a parser whose help begins with the docstring of the benchmark."""
     raw = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc, formatter_class=raw)
 
 
 class Report:
-    """Lines that are printed as they come, and kept in a file where one is given."""
+    """Prints lines at once and, if a path is given, also writes them there."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path

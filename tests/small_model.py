@@ -30,7 +30,7 @@ def save_small_model(folder, heads: int = 4, key_value_heads: int = 2, **setting
 
 
 def save_with_tokenizer(model: Any, folder: Any) -> None:
-    """Save a model, or its configuration alone, with tiny's tokenizer."""
+    """Save a model or a configuration, together with the tokenizer of `tiny`."""
     from longctx.model.tiny import tiny_tokenizer
 
     model.save_pretrained(folder)

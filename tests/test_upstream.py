@@ -249,7 +249,7 @@ def test_checkpointing_has_another_name_before_transformers_5_23(name):
 
 
 def on_two_ranks():
-    """Update the same shards with and without DTensor; the bias of rank 1 is empty."""
+    """Update the same shards with and without DTensor. The bias has one element, so that rank 1 has none of it."""
     weights = []
     for own in (update_shards, lambda optimizer: None):
         torch.manual_seed(0)

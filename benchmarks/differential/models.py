@@ -142,7 +142,7 @@ def settings_of(case: Case) -> dict[str, Any]:
         "tie_word_embeddings": case.embeddings == "tied",
         **_OF_TYPE.get(case.model, {}),
     }
-    if "kv_lora_rank" in settings:  # all heads have keys of their own, and their rotated part is what has a head_dim
+    if "kv_lora_rank" in settings:  # each head has its own keys; head_dim is that of their rotated part
         settings |= {"num_key_value_heads": heads, "head_dim": settings["qk_rope_head_dim"]}
     if case.window and case.model in _WINDOW_IN_ALL_LAYERS:
         settings["sliding_window"] = case.window

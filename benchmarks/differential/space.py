@@ -340,7 +340,7 @@ def make_consistent(case: Case) -> Case:
     if case.order == "random" and "stream" in case.reading and case.packing in ("none", "padding_free"):
         change["order"] = "sequential"
     if case.order == "whole" and "stream" in case.reading and case.overlong == "split":
-        change["overlong"] = "truncate"  # a step has one pack of each lane, where the pieces of a document wait
+        change["overlong"] = "truncate"  # a step takes one pack from a lane, and a lane has all pieces of a document
     if case.optimizer != "sgd" and case.learning_rate > 0.01:
         change["learning_rate"] = 1e-3
     if case.resume and (case.steps < 2 or case.epochs):

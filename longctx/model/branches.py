@@ -1,4 +1,4 @@
-"""Which models compute exactly what shares a beginning, see `longctx.sequence.layout`, or runs in chunks of tokens."""
+"""What the layers of a model rule out: documents that share a beginning, and running over chunks of tokens."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ AUXILIARY_LOSS_OBSTACLE = "since the routers' auxiliary loss counts every token 
 
 def branch_obstacle(config: PretrainedConfig, *, backend_has_branches: bool, is_chunked: bool) -> str | None:
     """Return why a model does not compute branches as if each stood alone with its trunk; None if it does.
+
+    Branches are documents that share a beginning, see `longctx.sequence.layout`.
 
     Full causal attention does. So do experts, which see each token by itself, without the loss over all tokens.
 

@@ -149,9 +149,11 @@ def plan_packing(
 
 
 def report_of(packing: Packing, lengths: NDArray[np.int64], kept: NDArray[np.int64], **how: Any) -> PackingReport:
-    """Return what happened to documents of these lengths, of which so many tokens were packed.
+    """Return the report on a packing.
 
     Args:
+        lengths: tokens of each document.
+        kept: tokens of each document that were packed.
         how: the report's strategy, overlong and unit.
     """
     too_long = lengths > packing.capacity

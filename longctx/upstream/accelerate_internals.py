@@ -153,7 +153,8 @@ def keep_sums_in_fp32(accelerator: Accelerator) -> None:
 def update_shards(optimizer: Any) -> None:
     """Make torch's Adam and AdamW update FSDP2's shards as plain tensors. Their states stay DTensors.
 
-    They update each number by itself. DTensor would find out in each step, for each tensor, how the result is placed.
+    They work element by element, so the result is the same. DTensor would work out the placement of each tensor in
+    every step.
     """
     import torch
 

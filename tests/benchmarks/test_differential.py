@@ -51,7 +51,7 @@ def test_every_value_of_the_covering_set_survives_beside_all_others():
 
 @pytest.mark.parametrize("model", VALUES["model"])
 def test_every_model_has_sizes_that_fit(model, tmp_path):
-    """Else its cases would be passed over as having no model."""
+    """Otherwise, the fuzzer would skip all of its cases and report that there is no model."""
     make_model(Case(model=model), tmp_path / "model")
 
 

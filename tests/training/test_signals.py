@@ -86,7 +86,7 @@ def test_ctrl_c_before_training_ends_at_once() -> None:
 
 
 def ending_of(step) -> int:
-    """The exit code of a process that trains a step, which is this function, and listens to signals."""
+    """Call `step` in a process that handles signals as training does, and return the exit code of the process."""
     if not (process := os.fork()):
         try:
             StopOnSignal(prints=True).on_train_begin(None, TrainerState(), TrainerControl())

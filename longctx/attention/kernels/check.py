@@ -68,7 +68,7 @@ SOFTCAP = 2.0
 
 
 def disagreement(kernel: Kernel, inputs: Inputs) -> str | None:
-    """Return where the kernel is wrong or fails on such inputs, with value and bound; None if it is exact."""
+    """Return what is wrong with the kernel's results for such inputs, with value and bound; None if they are exact."""
     device, dtype, head_dim, queries_per_key, windowed, capped = inputs
     for kind, (sizes, causal, window) in KINDS.items():
         entries = make_entries(sizes, causal, window, SOFTCAP if capped else None)

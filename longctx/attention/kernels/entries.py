@@ -229,7 +229,7 @@ def count_backward(out: Tensor) -> Tensor:
 
 
 class Inputs(NamedTuple):
-    """The kind of tensors that a kernel is chosen for."""
+    """The properties of attention's inputs by which a kernel is chosen and checked."""
 
     device: torch.device
     dtype: torch.dtype
