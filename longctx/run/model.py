@@ -22,7 +22,7 @@ from longctx.launch.console import Line, show
 from longctx.layers.compiled import install_compiled
 from longctx.layers.liger import install_liger
 from longctx.model.adapter import add_adapter, changes_base, obstacle_to_adapting_rows, quantization_of
-from longctx.model.allow_list import kernel_of
+from longctx.model.allow_list import has_experts, kernel_of
 from longctx.model.load import load_model
 from longctx.model.quantized import loading_pieces, make_shardable
 from longctx.model.rows import obstacle_to_rows
@@ -147,8 +147,11 @@ def _prepare_for_trainer(prepared: PreparedRun, model: PreTrainedModel) -> None:
         if hasattr(args, name):
             of_longctx = ("selective", "whole_layers", "offload")  # which longctx.parallelize carries out
             given = {key: value for key, value in (getattr(args, name) or {}).items() if key not in of_longctx}
-            # No RNG state has to be restored: dropout is refused, and nothing else in a layer is random.
-            setattr(args, name, {"use_reentrant": False, "preserve_rng_state": False, **given})
+            # No RNG state has to be restored: dropout is refused, and nothing else in a layer is random. Shapes that
+            # depend on values, which recomputing might change, are only those of routed tokens.
+            check = "default" if has_experts(model.config) else "none"
+            defaults = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": check}
+            setattr(args, name, defaults | given)
     if args.gradient_checkpointing and settings["use_peft"]:
         model.enable_input_require_grads()
     if template := read_template(settings["chat_template_path"]):
