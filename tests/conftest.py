@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import parity_page, refusals
+from tests import parity_page, refusals, selection
 
 if "gpu" not in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ:  # workers have the environment of the command
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -208,7 +208,11 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Put the slowest files first where there are workers; without them, files stay in the order of their names."""
+    """Leave out what is not selected, and put the slowest files first where there are workers.
+
+    Without workers, files stay in the order of their names.
+    """
+    selection.select(config, items)
     if hasattr(config, "workerinput"):
         places = {config.rootpath / "tests" / file: place for place, file in enumerate(SLOWEST_FIRST)}
         items.sort(key=lambda item: places.get(item.path, len(places)))
@@ -242,6 +246,7 @@ def pytest_sessionfinish(session):
 
 
 def pytest_addoption(parser):
+    selection.add_options(parser)
     parser.addoption("--record-refusals", action="store_true", help="enter into tests/refusals.tsv what this run met")
     parser.addoption("--support-matrix", type=Path, help="write what this run has shown into the support matrix")
     parser.addoption(

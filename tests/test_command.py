@@ -89,6 +89,7 @@ def test_a_profile_by_name_starts_accelerate(tmp_path):
 PLAN = ["--model_name_or_path", "tiny", "--gpus", "1", "--lengths", "4096"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "command",
     [

@@ -87,6 +87,7 @@ def losses_of_trl(script):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.long
 def test_the_sft_example_on_two_ranks_has_the_losses_of_trl_on_one_process(tmp_path):
     """Of both in fp32, where a rounded sum is off by 6e-8: 1e-6 after three steps of AdamW, which amplify it."""
     script = EXAMPLES / "sft_trainer.py"

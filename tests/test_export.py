@@ -427,6 +427,7 @@ print(most() - before)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of memory from Linux's /proc")
 def test_host_memory_holds_one_module_at_a_time(tmp_path):
     """The model has 189 million parameters in 48 layers."""

@@ -1,4 +1,4 @@
-"""What longctx computes is what tests/golden has recorded: a part in every run, everything in `pytest -m long`."""
+"""What longctx computes is what tests/golden has recorded: a part in `.ci/run`, everything in `pytest -m long`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from tests.golden.compare import differences, recorded, values_of
 from tests.golden.counts import LIBRARIES
 
 ROOT = Path(__file__).parents[1]
+OF_A_STEP = ("counts", "training")
+"""Groups of which a plain pytest compares the quick part."""
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    "group", [*OF_A_STEP, *(pytest.param(group, marks=pytest.mark.long) for group in GROUPS if group not in OF_A_STEP)]
+)
 def test_the_quick_part_is_as_recorded(group) -> None:
     now = values_of(group, quick=True)
     assert now, f"{group} has no quick part"

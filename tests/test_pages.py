@@ -196,6 +196,7 @@ def load(path: Path):
 SMALL_CARDS = ROOT / "docs/howto/small-gpus.md"
 
 
+@pytest.mark.long
 def test_small_cards_have_the_table_of_their_benchmark():
     """The table of the smaller model on the smaller cards is predicted anew: lengths, speeds and flags."""
     page = SMALL_CARDS.read_text(encoding="utf-8")

@@ -174,6 +174,7 @@ def test_the_text_says_everything_once_and_ends_with_the_page(plan, capsys) -> N
     assert len({*paragraphs}) == len(paragraphs)
 
 
+@pytest.mark.long
 def test_on_many_nodes_the_command_is_one_for_every_node(llama, capsys) -> None:
     text = text_of(capsys, "--model_name_or_path", llama, "--gpus", "1024", "--lengths", "1048576")
     launch = launch_command_parser().parse_args(shlex.split(command_in(text).replace("RANK", "5"))[2:])
@@ -196,6 +197,7 @@ def test_a_model_is_a_folder_or_its_config_and_else_refused(tmp_path, capsys) ->
         assert "--model_name_or_path" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_folder_gets_the_plan(tmp_path, capsys) -> None:
     folder = tmp_path / "new" / "plan"
     text = text_of(capsys, *TINY, "--gpus", "2", "--lengths", "8192", "--output", str(folder))
@@ -239,6 +241,7 @@ def run_of(command: str, machine: Machine, gpus: int):
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "flags",
     [
@@ -304,6 +307,7 @@ def wide_layers(tmp_path):
     return str(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("more", [[], ["--use_bnb_nested_quant", "True"]])
 def test_4_bit_weights_are_planned_as_training_checks_them(more, wide_layers) -> None:
     flags = ["--model_name_or_path", wide_layers, "--gpus", "2", "--lengths", "4096"]
@@ -392,7 +396,7 @@ def test_the_defaults_are_those_of_the_help() -> None:
     ("flags", "change"),
     [
         (["--gpus", "1", "--max_length", "32768", "--host_memory_gib", "60"], "--use_peft True."),
-        (["--gpus", "8", "--max_length", "16777216"], "--gpus "),
+        pytest.param(["--gpus", "8", "--max_length", "16777216"], "--gpus ", marks=pytest.mark.long),
         (["--gpus", "1", "--max_length", str(10**9)], "Neither an adapter nor 32 times the devices make it fit."),
     ],
 )

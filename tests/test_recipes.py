@@ -55,6 +55,7 @@ def test_a_file_goes_before_the_recipe_of_its_name(tmp_path, monkeypatch):
         parse_flags(["--config", "qwen3-8b-lora"])
 
 
+@pytest.mark.long
 def test_recipes_fit_their_machines_as_their_page_predicts():
     """With a tenth of the memory free; the page is what its command prints."""
     assert {recipes.machine_of(name) for name in FILES} == {(1, 24), (1, 80), (4, 80), (8, 80)}

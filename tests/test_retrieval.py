@@ -61,6 +61,7 @@ def entropies(folder, processes):
     return [float(value) for value in found]
 
 
+@pytest.mark.long
 def test_the_policy_example_is_the_same_at_sp_1_and_2(tmp_path):
     save_with_tokenizer(tiny_model(), tmp_path / "model")
     alone, together = (entropies(tmp_path, processes) for processes in (1, 2))

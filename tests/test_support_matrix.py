@@ -336,6 +336,7 @@ def test_what_shows_a_feature_without_a_gpu_is_there():
     assert not [proof.test for proof in proofs if not (ROOT / proof.test).is_file()]
 
 
+@pytest.mark.long
 def test_the_page_is_what_flags_and_declarations_give():
     """Cells that are no longer so are named; the command at the page's end makes it anew, or only a part of it."""
     refused = support_page.refusals()

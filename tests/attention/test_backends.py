@@ -151,6 +151,7 @@ def test_a_new_record_is_in_the_sweeps_flags_the_matrix_and_the_fuzzer(toy, tmp_
     assert "toy" in runpy.run_path(str(PACKAGE.parent / "tests/training/test_training.py"))["GROUPS"][1][0].split()
 
 
+@pytest.mark.long
 def test_a_new_record_trains_as_one_process(models, tmp_path, parity_table) -> None:
     cases, references = {}, {}
     for shape in ("packed", "padded"):
@@ -164,6 +165,7 @@ def test_a_new_record_trains_as_one_process(models, tmp_path, parity_table) -> N
         check(found, references[case], case, "torchrun", parity_table)
 
 
+@pytest.mark.long
 def test_a_new_record_is_verified_on_its_own_engine() -> None:
     arguments = ["--sp", "2", "--sp_backend", "toy", "--max_length", "128", "--num_layers", "2", "--json"]
     (code, printed), _ = run_ranks(2, "tests.toy_backend:verify", arguments, backend=None)

@@ -197,6 +197,7 @@ def can_run(how: Arrangement, heads: int, multiple: int | None) -> bool:
     return heads % how.ulysses == 0 and (multiple is None or multiple % dims.multiple == 0)
 
 
+@pytest.mark.long
 @settings(max_examples=50, deadline=None)
 @given(
     sp=st.integers(2, 24),

@@ -69,6 +69,7 @@ def test_random_cases_reach_every_value_and_are_written_and_read():
 # ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_reference_is_independent():
     code = "import sys, benchmarks.differential.reference; print([m for m in sys.modules if m.startswith('longctx')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -68,6 +68,7 @@ def outcome(probe, status="ok", **found):
     return {"kind": probe.slice, "name": probe.name, "status": status, **found, **probe.about}
 
 
+@pytest.mark.long
 def test_what_is_measured_is_not_measured_again(catalogue):
     lines = [DEVICE]
     first = next(catalogue.left(lines, SLICES))
@@ -79,6 +80,7 @@ def test_what_is_measured_is_not_measured_again(catalogue):
     assert len({probe.key for probe in catalogue.left(lines, SLICES)}) == len(left)
 
 
+@pytest.mark.long
 def test_the_search_ends_near_the_longest_sequence(catalogue):
     """Sequences of up to 300 tokens train; of TRL's, none."""
     lines = [DEVICE]

@@ -199,6 +199,7 @@ def test_a_rank_that_ends_is_told_from_one_without_memory(tmp_path, how, status,
     assert ending.seconds < 30  # rank 0 is not waited for
 
 
+@pytest.mark.long
 def test_a_group_that_hangs_is_ended_with_all_that_it_has_started(tmp_path) -> None:
     assert run(_hang, tmp_path, tmp_path, timeout=4.0).status == "timeout"
     assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}, "ranks had no time to hang"

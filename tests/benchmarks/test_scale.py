@@ -12,6 +12,7 @@ SIZES = {"hidden": 512, "layers": 4, "vocabulary": 8_000}
 """Of a model whose memory is several times NOISE."""
 
 
+@pytest.mark.long
 def test_formulas_hold_in_a_real_run(tmp_path) -> None:
     rows = list(real_rows([2], SIZES, tmp_path, speed=1e9))
     held = {row.what: row for row in rows if row.computed is not None and row.unit != "s"}
@@ -61,6 +62,7 @@ def figures(model: Model, num_ranks: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.long
 def test_only_what_the_formulas_name_grows_with_the_ranks() -> None:
     model = large_models()[0]
     few, many = figures(model, 256), figures(model, 1024)

@@ -83,6 +83,7 @@ def test_masks_of_templates_that_change_earlier_turns() -> None:
     assert "c d" not in learnt
 
 
+@pytest.mark.long
 def test_what_looks_like_a_mask_changes_no_token(tmp_path) -> None:
     """A record with a mask, or an argument with the name of one, leaves the text of the others as it is."""
     call = {"type": "function", "function": {"name": "lift", "arguments": {"weight": 3}}}

@@ -211,6 +211,7 @@ def test_changed_file_is_read_again(tmp_path) -> None:
     assert load_records(str(path))["text"][:] == ["two", "three"]
 
 
+@pytest.mark.long
 def test_stdlib(tokenizer, capfd) -> None:
     files = stdlib_files()
     parts = {part for path in files for part in path.parts}

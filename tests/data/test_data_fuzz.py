@@ -100,6 +100,7 @@ def text_of(line: bytes) -> str | None:
     return text if isinstance(text, str) else None
 
 
+@pytest.mark.long
 @cases(150)
 @given(
     st.lists(GOOD_LINES, max_size=4),
@@ -133,6 +134,7 @@ def check_lines(tmp_path, before, line, after, end):
         assert found.startswith(f"{path}:{bad[0]}: " if bad else f"{path}: "), found
 
 
+@pytest.mark.long
 @cases(60)
 @given(st.lists(GOOD_LINES, max_size=3), BAD_LINES, st.data())
 def test_an_array_gives_all_its_records_or_the_name_of_one(tmp_path, good, line, data):
@@ -145,6 +147,7 @@ def test_an_array_gives_all_its_records_or_the_name_of_one(tmp_path, good, line,
         assert str(path) in found
 
 
+@pytest.mark.long
 @cases(60)
 @given(st.lists(GOOD_LINES, min_size=1, max_size=3), st.booleans(), st.data())
 def test_a_truncated_json_file_is_refused(tmp_path, lines, is_array, data):
@@ -221,6 +224,7 @@ def test_a_truncated_table_is_refused(tmp_path, suffix, data):
     assert str(path) in found
 
 
+@pytest.mark.long
 @cases(150)
 @given(SUFFIXES, st.data())
 def test_a_damaged_table_is_refused_or_has_all_its_rows(tmp_path, suffix, data):
@@ -299,6 +303,7 @@ NAMES_OF_COLUMNS = st.sampled_from(
 )
 
 
+@pytest.mark.long
 @cases(150)
 @given(st.sampled_from([".parquet", ".arrow"]), st.dictionaries(NAMES_OF_COLUMNS, COLUMNS, min_size=1, max_size=3))
 def test_columns_of_any_type(tmp_path, suffix, columns):
@@ -315,6 +320,7 @@ def ids_of(values: Any) -> bool:
     return isinstance(values, list) and all(isinstance(n, int) and not isinstance(n, bool) for n in values)
 
 
+@pytest.mark.long
 @cases(80)
 @given(st.lists(st.one_of(st.lists(st.integers(-2, 300), max_size=4), VALUES), min_size=1, max_size=4))
 def test_tokens_of_any_kind(tmp_path, rows):
@@ -336,6 +342,7 @@ MESSAGES = st.lists(
 )
 
 
+@pytest.mark.long
 @cases(80)
 @given(
     st.fixed_dictionaries(

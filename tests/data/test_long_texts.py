@@ -128,6 +128,7 @@ print((memory("VmHWM") - before) / len(text.encode()))
 """
 
 
+@pytest.mark.long
 def test_a_long_text_needs_less_than_60_bytes_for_each_of_its_own():
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, cwd=ROOT)
     assert float(re.findall(r"[\d.]+", done.stdout)[-1]) < 60

@@ -90,6 +90,7 @@ def test_same_tokens_and_labels_as_trl(name, tmp_path, tokenizer, trl_prepare) -
             assert documents.features[column] == datasets.List(datasets.Value("int32"))
 
 
+@pytest.mark.long
 def test_a_record_of_several_kinds_is_of_the_first_one(tokenizer) -> None:
     record = {"input_ids": [1, 2], "prompt": "a", "completion": "b", "messages": CHATS[1], "text": "c"}
     for kind in (["input_ids"], ["prompt", "completion"], ["messages"], ["text"]):
@@ -282,6 +283,7 @@ def test_second_tokenization_comes_from_the_cache(tmp_path, monkeypatch) -> None
     assert calls
 
 
+@pytest.mark.long
 def test_several_processes_give_the_same(tmp_path, tokenizer) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": p, "completion": c} for p, c in PAIRS * 4])
     one = tokenize_records(load_records(path), tokenizer)

@@ -72,6 +72,7 @@ def test_at_most_five_constants_are_fitted() -> None:
     assert len(memory.FITTED) <= 5
 
 
+@pytest.mark.long
 def test_constants_are_near_the_best_fit() -> None:
     *best, in_use = published.fit().splitlines()
     assert float(in_use.split()[0]) <= 2 * float(best[0].split()[0])

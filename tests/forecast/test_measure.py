@@ -39,6 +39,7 @@ def speeds(tmp_path_factory) -> Speeds:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the orders of magnitude are a CPU's")
 def test_speeds_are_of_the_right_order(speeds) -> None:
     assert 2e9 < speeds.matmul < 1e12

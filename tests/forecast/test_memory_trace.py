@@ -114,6 +114,7 @@ def test_a_chunked_step_takes_the_same_of_the_device_at_any_length() -> None:
     assert peaks[1] - peaks[0] <= 120 * 4 * 4096  # a hidden state more would be 64 bytes a token
 
 
+@pytest.mark.long
 def test_tiles_of_an_offloaded_step_stay_on_the_device() -> None:
     """What an MLP saves tile by tile, in the backward pass, is not what offloading is for."""
     settings = StepSettings(length=4096, sp=SP, sp_backend="ulysses", saved_on_host=True)

@@ -311,6 +311,7 @@ def ending(folder, bugs, *launch):
     return done.returncode, done.stdout
 
 
+@pytest.mark.long
 def test_planted_bugs_are_caught_in_a_program(tmp_path, soft_gpus):
     """A loop on one GPU. Each of the bugs is reported, and the exit code is none of the program's own."""
     code, output = ending(tmp_path, IN_PROGRAMS)

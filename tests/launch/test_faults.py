@@ -82,6 +82,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(start, layout, flags):
     check_killed(start, *run(STARTS[start], [*flags, *layout, *SAVING], "kill 1 3"))
 
 
+@pytest.mark.long
 def test_the_first_rank_that_is_left_gives_the_folder_free(flags, tmp_path):
     """On another host, a run that resumes could not tell that rank 0 has died; here, no launcher ends rank 1."""
     with socket.socket() as unused:

@@ -69,6 +69,7 @@ def test_compiled_layers_on_two_ranks_equal_stock_transformers():
         assert all(max(errors.values()) <= TOLERANCE for errors in results.values()), results
 
 
+@pytest.mark.long
 def test_layers_and_batches_share_graphs():
     """A graph up to attention and one after it, for one length; and as many for all other lengths."""
     torch._dynamo.reset()

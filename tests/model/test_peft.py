@@ -232,6 +232,7 @@ def test_peft_that_is_missing_or_old(found, says, refusal, monkeypatch):
     assert "pip install -U 'peft>=0.20.0'" in error
 
 
+@pytest.mark.long
 def test_dropout_is_off_unless_asked_for(folder, monkeypatch, capsys):
     """TRL's default is 0.05: another value than TRL's is printed."""
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)

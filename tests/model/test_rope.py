@@ -399,6 +399,7 @@ def test_what_replaces_a_yarn_starts_from_its_original_context(case):
     assert context_length(scaled) == scaled.max_position_embeddings == 8 * original
 
 
+@pytest.mark.long
 def test_a_plan_knows_the_context_of_a_model_with_yarn(yarn_folder, capsys):
     from longctx.plan import main as plan
 

@@ -168,6 +168,7 @@ def test_a_failure_takes_a_few_calls_to_the_store_from_each_rank():
     assert 0 < large < small + 4
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_is_named_with_its_place_and_ends():
     ended = run_with_fault("hangs", 1, 3)
     assert ended.codes == [1, 1, 1]
@@ -239,6 +240,7 @@ def work_while_another_waits(folder):
     return on_all_ranks(work), os.path.exists(f"{folder}/hang")
 
 
+@pytest.mark.long
 def test_a_rank_that_waits_in_a_meeting_does_not_hang(tmp_path):
     assert run_ranks(2, f"{__name__}:work_while_another_waits", str(tmp_path)) == [
         ([], False),

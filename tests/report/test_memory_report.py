@@ -128,6 +128,7 @@ def warned_of(arguments):
     return [str(w.message) for w in caught if "uneven" in str(w.message)], sum("loss" in entry for entry in log)
 
 
+@pytest.mark.long
 def test_uneven_memory_is_warned_of_once(tmp_path) -> None:
     flags = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib", "--overlong", "drop", "--max_length", "2048"]
     flags += ["--sp", "2", "--max_steps", "3", "--logging_steps", "1", "--report_to", "none", "--save_strategy", "no"]

@@ -30,6 +30,7 @@ def both(tmp_path_factory):
     return json.loads((folder / "new" / "plan.json").read_text()), folder / "new" / "plan.html"
 
 
+@pytest.mark.long
 def test_the_page_has_every_choice_with_the_plan_s_own_forecasts(both) -> None:
     """The page also has the choices for fewer devices. Its script builds the same command that the plan prints."""
     plan, page = both

@@ -88,6 +88,7 @@ def run(models, tmp_path_factory):
     return trained(models, tmp_path_factory.mktemp("runs"), ["hybrid"])["hybrid"]
 
 
+@pytest.mark.long
 def test_a_trace_has_every_region_of_a_step(run):
     check_trace(run, "hybrid")
 

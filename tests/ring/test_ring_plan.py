@@ -275,6 +275,7 @@ def test_planning_is_fast():
     assert best_of(million, 64) <= 0.2
 
 
+@pytest.mark.long
 def test_planning_for_a_thousand_ranks_takes_seconds():
     """2 s on the machine it was written on, where a search through all documents for every rank took four times it."""
     lengths = np.minimum(np.random.default_rng(1).lognormal(6.5, 1.6, 9000).astype(int) + 1, 1 << 18)

@@ -135,6 +135,7 @@ def check_card(folder, kind, lines):
     assert ("longctx export" in card.text) == bool(lines)
 
 
+@pytest.mark.long
 def test_the_best_evaluation_is_told_apart_from_the_saved_one(tmp_path, monkeypatch, capsys):
     """The model learns, so that by the largest loss the first of two evaluations is the best."""
     monkeypatch.chdir(tmp_path)
@@ -152,6 +153,7 @@ def test_the_best_evaluation_is_told_apart_from_the_saved_one(tmp_path, monkeypa
     assert all(value.equal(kept[name]) for name, value in load_file("out/model.safetensors").items())
 
 
+@pytest.mark.long
 def test_a_card_keeps_its_license_and_one_of_someone_else_stays(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     card = Path("out", "README.md")

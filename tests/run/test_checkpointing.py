@@ -1,4 +1,4 @@
-"""Activation checkpoints of a run save no RNG state unless a flag asks, and check shapes only where those can change."""
+"""Activation checkpoints of a run save no RNG state unless asked to, and check shapes only where those can change."""
 
 from __future__ import annotations
 

@@ -61,6 +61,7 @@ def test_a_document_of_one_token_is_shown_as_not_trained_on(tmp_path):
     assert found(str(tmp_path / "texts.jsonl"))["sample"] == "⟦<|endoftext|>⟧ (not trained on: ⟦ ⟧)"
 
 
+@pytest.mark.long
 def test_text_is_trained_on_as_a_whole():
     lines = found("stdlib", "--overlong", "split", "--max_length", "4096")
     assert "⟦" not in lines["sample"]
@@ -92,6 +93,7 @@ def test_data_and_model_that_are_not_there_are_refused(chats, tmp_path, capsys):
         found(chats, "--max_length", "2048", model=str(folder))
 
 
+@pytest.mark.long
 def test_files_and_disk(chats, tmp_path, monkeypatch):
     folder = tmp_path / "model"
     model = AutoModelForCausalLM.from_config(load_config("tiny"))
@@ -134,6 +136,7 @@ def test_time_is_predicted_where_speeds_are_known(chats, monkeypatch):
     assert re.fullmatch(r"2 steps × \S+ s = \d+ s \(predicted\)", lines["time"])
 
 
+@pytest.mark.long
 def test_the_steps_are_those_that_the_run_then_takes(tmp_path, monkeypatch):
     """Where not all documents are read, it says why, and what counts the steps."""
     data, flags = tmp_path / "data.jsonl", ["--max_length", "64", "--num_train_epochs", "1.5", "--save_strategy", "no"]

@@ -64,6 +64,7 @@ def test_auto_finds_memory_options_that_go_with_compiled_layers(resolved):
     assert compiled.forecast.speed > tiled.forecast.speed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("length", [4096, 131072, 1048576])
 def test_auto_is_the_fastest_that_leaves_a_tenth_free(resolved, length):
     flags = ("--max_length", str(length))
@@ -222,6 +223,7 @@ def test_advice_after_running_out_of_memory_has_the_fastest_memory_options_that_
     assert again.forecast.used <= 0.9
 
 
+@pytest.mark.long
 def test_memory_is_auto_by_default_on_gpus_of_known_speed(resolved):
     def alone(*flags, **machine):
         return resolved("--num_processes", "1", "--max_length", "4096", *flags, **{"gpus": 1, "gpu_gib": 400} | machine)

@@ -36,6 +36,7 @@ def resumed(checkpoint, *flags):
     return resolve(parse_flags(arguments), read_profile({}), {})
 
 
+@pytest.mark.long
 def test_a_resumed_run_takes_what_was_chosen_when_it_began(began) -> None:
     checkpoint, forecast = began
     assert forecast != OTHER

@@ -70,6 +70,7 @@ def test_translated_sections_train_as_the_flags_they_become(tmp_path):
     assert not (tmp_path / "compiled").exists()
 
 
+@pytest.mark.long
 def test_default_config_is_accelerates(monkeypatch, tmp_path):
     """The path is worked out without accelerate, which takes a second to import."""
     for home in ({"HF_HOME": str(tmp_path)}, {"XDG_CACHE_HOME": str(tmp_path)}):

@@ -301,6 +301,7 @@ def test_package_versions_below_the_minimum(package, arguments, refused, monkeyp
     refused(*arguments, parts=(f"{package} 0.1.2 is installed", " needs ", f"pip install -U '{package}>="))
 
 
+@pytest.mark.long
 def test_a_backend_asks_only_for_what_it_needs(monkeypatch):
     installed = importlib.metadata.version
     monkeypatch.setattr(

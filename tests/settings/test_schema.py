@@ -348,6 +348,7 @@ def test_bad_input_is_refused_before_torch_is_imported(case, tmp_path):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_variables_of_a_file_act_before_torch_is_imported(tmp_path):
     (tmp_path / "run.yaml").write_text("env:\n  OMP_NUM_THREADS: 1\nmax_steps: 1\n")
     script = "import sys, longctx.train; print('torch' in sys.modules); longctx.train.main(sys.argv[1:])"

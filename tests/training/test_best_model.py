@@ -130,6 +130,7 @@ def test_the_best_model_is_chosen_on_one_evaluation_data_set(tmp_path, capsys):
     assert main([*given, "--max_steps", "3", "--dataset_test_split", "train"]) == 0
 
 
+@pytest.mark.long
 def test_the_best_model_of_another_folder_leaves_that_folder_as_it_is(tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     data = write_jsonl(tmp_path / "data.jsonl", make_documents([40, 7, 31]))

@@ -35,6 +35,7 @@ def _train(monkeypatch, model, data, output, *more):
     return code, _losses(trainers[-1].state.log_history) if trainers else []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("added", [[], ["<|turn|>"]])
 def test_trl_resizes_the_model_and_longctx_says_that_it_does_not(added, models, tmp_path, monkeypatch, capsys):
     """The model that TRL's function returns gives TRL's losses."""

@@ -321,6 +321,7 @@ def test_a_signal_ends_the_answers(data, tmp_path, monkeypatch, capsys):
     assert "stopped by SIGTERM after step 1" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_answers_of_a_dpo_run(tmp_path):
     data = write(tmp_path / "data", [RECORDS["pairs of text"][0]] * 4)[3]
     flags = ["--model_name_or_path", "tiny", "--dataset_name", data, *FLAGS, "--eval_generate", "1", "--use_cpu"]

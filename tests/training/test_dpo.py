@@ -316,6 +316,7 @@ def test_memory_options_change_nothing(layout, options, saved_model, trl, tmp_pa
     check_logs(found, trl(EARLY[:1]), parity_table)
 
 
+@pytest.mark.long
 def test_rewards_of_the_first_step_are_0_whatever_another_layout_has_cached(saved_model, tmp_path):
     """Also in bf16, in which another layout's sums are off by 1e-2, and in shuffled micro-batches of several pairs."""
     flags = ["--bf16", "True", "--share_prompts", "False", "--per_device_train_batch_size", "2", "--max_steps", "1"]

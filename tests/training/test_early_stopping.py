@@ -96,6 +96,7 @@ def test_bad_input(flags, words, capsys):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_threshold_alone_does_nothing(capsys):
     flags = ["--early_stopping_threshold", "0.1", "--restore_callback_states_from_checkpoint", "True"]
     assert main(["--model_name_or_path", "tiny", "--dataset_name", "stdlib", *flags, "--dry_run", "True"]) == 0

@@ -119,6 +119,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(before, tmp_path, monkey
         assert (tmp_path / "out/checkpoint-2" / name).read_bytes() == (folder / "checkpoint-2" / name).read_bytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("best", ["True", "False"])
 def test_training_ends_once_the_last_checkpoint_is_there(best, before, tmp_path, monkeypatch):
     """It may hold the best model, and the Trainer deletes the others at the end."""

@@ -46,6 +46,7 @@ def test_a_run_that_goes_on_tells_of_the_start_that_compared(tmp_path):
         assert Exactness.of_start(is_demo=True, resume_from=tmp_path / "checkpoint-1").reason == NOT_YET
 
 
+@pytest.mark.long
 def test_the_demo_compares_its_first_step_and_keeps_that_when_it_goes_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = Path("longctx-output", "run_report.html")

@@ -119,6 +119,7 @@ BY_STRATEGY = {  # what is pushed of steps 2 and 4, and the folders of checkpoin
 }
 
 
+@pytest.mark.long
 def test_every_strategy_pushes_what_its_name_says(tmp_path, monkeypatch):
     """And what was in the folder before; a run goes on from the last-checkpoint that comes back from the hub."""
     data = write_jsonl(tmp_path / "data.jsonl", make_documents([90, 7, 41, 64]))

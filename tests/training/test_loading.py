@@ -106,6 +106,7 @@ def check_against_files(ranks, folder, dtype):
         assert all(torch.equal(values[name][0], buffer) for values in ranks), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", BY_ROWS)
 def test_every_rank_reads_the_bits_that_rank_0_would_send_it(case, tmp_path):
     num_ranks, flags, settings, dtype = BY_ROWS[case]
@@ -133,6 +134,7 @@ BY_ONE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", BY_ONE)
 def test_rank_0_sends_weights_that_cannot_be_read_by_rows(case, tmp_path):
     flags, settings, reason = BY_ONE[case]

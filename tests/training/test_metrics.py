@@ -143,6 +143,7 @@ def test_a_token_costs_six_flops_a_parameter_and_four_where_it_is_frozen(adapter
     assert trainer.step_metrics.flops_per_token == 6 * learnt + 4 * frozen
 
 
+@pytest.mark.long
 def test_an_entry_of_two_steps_has_their_loss_and_the_norm_and_rate_of_the_last(models, tmp_path) -> None:
     from tests.training.test_resume import log_of
     from tests.training.test_training import COMMON, make_documents

@@ -169,6 +169,7 @@ def test_a_run_without_a_folder_takes_the_next_free_name(tmp_path, monkeypatch):
     assert default_folder(resuming=True) == Path("longctx-output")
 
 
+@pytest.mark.long
 def test_a_killed_run_is_not_alive_before_its_parent_asks(tmp_path):
     program = "import sys; from pathlib import Path; from longctx.training.checkpoint.folder import begin\n"
     program += "begin(Path(sys.argv[1]), overwrite=False, timeout=1800, env={}); print(flush=True); input()"

@@ -178,6 +178,7 @@ def test_what_cannot_be_tokenised_is_named_with_its_file(num_proc, run_flags, tm
     assert f"{tmp_path}/data.jsonl:7: 'input_ids' holds the token id 99999" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_later_run_neither_tokenises_nor_plans(run_flags, tmp_path, monkeypatch):
     assert main([*run_flags, "--prepare_only"]) == 0
     (before,) = plans(tmp_path)
@@ -196,6 +197,7 @@ def test_a_later_run_neither_tokenises_nor_plans(run_flags, tmp_path, monkeypatc
         assert len(plans(tmp_path)) == count + 1
 
 
+@pytest.mark.long
 def test_other_documents_and_tokenizers_have_other_plans(run_flags, tmp_path):
     from transformers import AutoTokenizer
 
@@ -362,6 +364,7 @@ def prepare_on_two_nodes(folder, model):
     return prepared, len(read), outputs, (on_each_node("own", False), on_each_node("own", True, best=True))
 
 
+@pytest.mark.long
 def test_each_node_prepares_once_where_files_are_not_shared(models, tmp_path):
     (tmp_path / "stream.txt").write_text("a stream")
     found = run_ranks(3, f"{__name__}:prepare_on_two_nodes", str(tmp_path), models["GQA 4:2"])

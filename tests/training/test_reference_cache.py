@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import datasets
+import pytest
 
 import longctx.parallel
 from tests.jsonl import write_lines
@@ -23,6 +24,7 @@ def files_kept(flags, cache):
     return found
 
 
+@pytest.mark.long
 def test_a_ring_that_another_machine_plans_computes_the_reference_anew(saved_model, tmp_path):
     """Speeds of links decide which rank holds which tokens, and so the order in which attention adds up."""
     data = tmp_path / "pairs.jsonl"

@@ -204,6 +204,7 @@ def test_a_resumed_run_is_the_one_that_went_on(layout, kinds, steps, models, tmp
         check_loads(tmp_path / kind / str(step), kind, models)
 
 
+@pytest.mark.long
 def test_a_checkpoint_at_the_end_of_an_epoch_has_the_epochs_evaluation(models, tmp_path):
     """And its entry in the log: the run that goes on from there trains the next epoch, which verl #7401 skipped."""
     data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))

@@ -167,6 +167,7 @@ def test_training_equals_one_process(backends, sp, parts, models, tmp_path, pari
         check(results, references[case], case, "torchrun", parity_table)
 
 
+@pytest.mark.long
 def test_the_first_layers_of_a_model_are_trained_alone(models, tmp_path, parity_table):
     """As stock transformers loads them with the same key; what is saved is a model of one layer."""
     lengths, flags = SHAPES["packed"]
@@ -187,6 +188,7 @@ def test_the_first_layers_of_a_model_are_trained_alone(models, tmp_path, parity_
         torch.testing.assert_close(saved(input_ids=ids).logits, stock(input_ids=ids).logits, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long
 def test_train_loss_is_the_mean_of_all_steps_of_all_ranks(models, tmp_path):
     """Also of the steps since the last log, of which every rank has its own share."""
     lengths, flags = SHAPES["one long document"]
@@ -206,6 +208,7 @@ def test_train_loss_is_the_mean_of_all_steps_of_all_ranks(models, tmp_path):
     assert [log[-1]["train_loss"] for log in logs] == pytest.approx([expected] * 2, rel=1e-4)
 
 
+@pytest.mark.long
 def test_ulysses_says_why_heads_do_not_fit(models, capfd, without_preflight):
     from longctx.train import main
 

@@ -135,6 +135,7 @@ def test_weights_that_are_converted_are_ranges_as_well(tmp_path):
     assert not names - kept & stored.keys()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ENGINES)
 def test_of_an_adapter_nothing_else_is_gathered(engine, models, tmp_path):
     """The file has PEFT's own names, and the values that the states hold."""

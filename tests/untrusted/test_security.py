@@ -283,6 +283,7 @@ def tokens_of(path: Path) -> int:
     return sum(map(len, tokenize_records(load_records(str(path)), tiny_tokenizer(), vocab_size=272)["input_ids"]))
 
 
+@pytest.mark.long
 def test_a_line_of_2_gb_is_refused_in_bounded_memory(tmp_path):
     """The file has a hole, and the process stops reading at the limit; its contents are hashed in small parts."""
     path = tmp_path / "data.jsonl"
@@ -385,6 +386,7 @@ def test_no_secret_is_printed_or_written(tmp_path):
     assert [path for path in files if b"MARKED" in path.read_bytes()] == []
 
 
+@pytest.mark.long
 def test_a_few_damaged_files():
     """More with python -m benchmarks.fuzz."""
     assert fuzz(["--files", "60", "--seed", "5"]) == 0

@@ -332,6 +332,7 @@ def test_json_is_bounded_by_what_it_unpacks_to(tmp_path, monkeypatch, text, plac
         load_records(str(path))
 
 
+@pytest.mark.long
 def test_records_that_are_too_large_together_are_parsed_one_by_one(tmp_path, monkeypatch):
     path = tmp_path / "data.json"
     record = {"text": "a", "extra": [[]] * 20_000}

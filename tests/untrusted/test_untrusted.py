@@ -344,6 +344,7 @@ BACKTRACKS = tokenizer(None, pre_tokenizers.Split(Regex("(b+)+$"), "isolated"))
 SLOW = ("b" * 18 + "a") * 5000  # backtracks through half a million ways at each of 5,000 places
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("made", "text", "message"),
     [

@@ -1,0 +1,56 @@
+"""Which of the long tests `.ci/run` takes: those of what has changed, and each day a seventh of the others.
+
+pytest -m long --touched HEAD~1      # of what has changed since a commit
+pytest -m long --seventh 3           # a seventh of all, another one for each number
+"""
+
+from __future__ import annotations
+
+import subprocess
+import zlib
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).parents[1]
+
+
+def add_options(parser) -> None:
+    """Add the two options to pytest's."""
+    parser.addoption("--touched", metavar="COMMIT", help="only tests of what has changed since this commit")
+    parser.addoption("--seventh", metavar="DAY", type=int, help="only tests whose turn it is on this day, counted up")
+
+
+def select(config, items) -> None:
+    """Leave out of `items` what the options do not select."""
+    commit, day = config.getoption("--touched"), config.getoption("--seventh")
+    if commit is None and day is None:
+        return
+    places = None if commit is None else {*map(place_of_tests, changed_since(commit))}
+    chosen = [
+        item
+        for item in items
+        if (day is None or zlib.crc32(item.nodeid.encode()) % 7 == day % 7)
+        and (places is None or any(is_in(item.nodeid, place) for place in places))
+    ]
+    config.hook.pytest_deselected(items=[item for item in items if item not in {*chosen}])
+    items[:] = chosen
+
+
+def changed_since(commit: str) -> list[str]:
+    """Return the files that differ from those of a commit, as paths within the repository."""
+    found = subprocess.run(["git", "diff", "--name-only", commit], cwd=ROOT, capture_output=True, text=True, check=True)
+    return found.stdout.splitlines()
+
+
+def place_of_tests(file: str) -> str:
+    """Return the folder or the file of the tests of a file, which mirror the folders of the code."""
+    path = PurePosixPath(file)
+    if path.parts[0] == "tests":
+        return file if path.name.startswith("test_") else str(path.parent)
+    inside = path.parts[1:] if path.parts[0] == "longctx" else path.parts
+    folder = "/".join(("tests", *inside[:1]))
+    return folder if len(inside) > 1 else f"tests/test_{path.name}"
+
+
+def is_in(nodeid: str, place: str) -> bool:
+    """Whether a test lies in a folder or a file. Helpers right in tests/ belong to no test in particular."""
+    return place != "tests" and nodeid.startswith((f"{place}/", f"{place}::"))
