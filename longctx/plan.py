@@ -106,8 +106,10 @@ def _plan(options: argparse.Namespace, settings: Settings) -> int:
     one = one_pair if settings.method.reads_pairs else one_document
     documents = one if file is None else drawn_from(file)
     plan = Plan(settings, machine, options.gpus, options.lengths, documents, documents_file=file)
-    values = f"{json.dumps(as_json(plan), indent=1)}\n" if options.json or options.output else ""
     page = options.html or (options.output and options.output / "plan.html")
+    for folder in filter(None, (options.output, page and page.parent)):
+        _write(folder)  # before planning takes seconds
+    values = f"{json.dumps(as_json(plan), indent=1)}\n" if options.json or options.output else ""
     text = f"{as_text(plan, page)}\n"
     print(values if options.json else text, end="")
     files = {}
@@ -116,12 +118,19 @@ def _plan(options: argparse.Namespace, settings: Settings) -> int:
     if page is not None:
         files[page] = page_of(plan)
     for path, content in files.items():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content, encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"{path} cannot be written: {error.strerror}. Name another one.") from error
+        _write(path, content)
     return 1 if plan.best(plan.length) is None else 0
+
+
+def _write(path: Path, content: str | None = None) -> None:
+    """Write a file; without content, make a folder."""
+    try:
+        if content is None:
+            path.mkdir(parents=True, exist_ok=True)
+        else:
+            path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}. Name another one.") from error
 
 
 def _machine(options: argparse.Namespace, settings: Settings) -> Machine:

@@ -276,9 +276,8 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind == "leaves")) for kind in ELSEWHERE]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ELSEWHERE)
 def test_a_library_is_checked_in_a_process_of_its_own(kind, tmp_path, monkeypatch):
     """What ends that process leaves this one as it is, and the library is not loaded here before it has passed."""
     code, wrong = ELSEWHERE[kind]

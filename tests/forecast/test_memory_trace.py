@@ -91,6 +91,7 @@ STEPS = {
 in the place of all heads of a few."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", STEPS)
 def test_no_tensor_of_a_packed_step_is_larger_than_a_ranks_tokens(step) -> None:
     backend, memory_options, full_width = STEPS[step]

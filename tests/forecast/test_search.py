@@ -137,6 +137,7 @@ def exhaustive(shape: RunShape, machine: Machine, length: int) -> tuple[int, flo
     return best
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("gib", "host_bytes"), [(24, 1e11), (48, 2e11), (80, 4e11)])
 @pytest.mark.parametrize("length", [16384, 131072, 1 << 19])
 def test_the_choice_is_at_most_1_percent_slower_than_any_there_is(gib, host_bytes, length, monkeypatch) -> None:

@@ -149,13 +149,11 @@ def arguments_of(case, flags, other_models, tmp_path, data):  # noqa: F811
     return [*common, *flags, "--dataset_name", data, "--output_dir", str(tmp_path / case)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "runs"),
-    [
-        pytest.param(2, RUNS, id="covering"),
-        pytest.param(2, OTHER_RUNS, id="others", marks=pytest.mark.long),
-        pytest.param(4, ON_FOUR, id="four", marks=pytest.mark.long),
-    ],
+    [(2, RUNS), (2, OTHER_RUNS), (4, ON_FOUR)],
+    ids=["covering", "others", "four"],
 )
 def test_the_host_waits_for_no_micro_batch_and_no_streams_race(ranks, runs, other_models, tmp_path, soft_gpus):  # noqa: F811
     data = write_jsonl(tmp_path / "data.jsonl", make_documents(SHAPES["packed"][0] * 2 * MICRO_BATCHES))

@@ -165,11 +165,9 @@ STEPS_OF_SRUN = {
 }
 
 
+@pytest.mark.long
 @needs_slurm
-@pytest.mark.parametrize(
-    "step",
-    [pytest.param(name, marks=pytest.mark.long if number else ()) for number, name in enumerate(STEPS_OF_SRUN)],
-)
+@pytest.mark.parametrize("step", STEPS_OF_SRUN)
 def test_tasks_of_srun_equal_one_process(step, slurm, training, tmp_path, parity_table):
     placed, layout = STEPS_OF_SRUN[step]
     flags, reference = training

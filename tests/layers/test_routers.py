@@ -242,7 +242,8 @@ VERIFIED = {
 }
 
 
-@pytest.mark.parametrize("case", ["ulysses, zero3", pytest.param("ring, fsdp2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["ulysses, zero3", "ring, fsdp2"])
 def test_every_gradient_equals_one_process_and_no_token_leaks(case, folder, tmp_path):
     """`longctx verify` over two micro-batches of packed documents, with its probe that is bitwise."""
     data = write_jsonl(tmp_path / "data.jsonl", make_documents([*LENGTHS, *LENGTHS]))

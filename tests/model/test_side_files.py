@@ -248,7 +248,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("key", DAMAGE)
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.long)])
 def test_damaged_values_of_a_configuration_are_one_line(saved_model, tmp_path, kind, key, capsys):
     """As `longctx plan`, a dry run and a run on preferences read it: before data and weights."""
     config = tiny_config()

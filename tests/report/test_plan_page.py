@@ -47,6 +47,7 @@ def test_the_page_has_every_choice_with_the_plan_s_own_forecasts(both) -> None:
     assert {*here["arrangements"]} == {*plan["arrangements"]}
 
 
+@pytest.mark.long
 def test_choices_come_with_the_best_first(both) -> None:
     """What leaves 10% of the memory free is before what only fits; in each, no later choice is over 2% faster."""
     data = data_of_page(both[1])

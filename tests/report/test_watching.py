@@ -143,6 +143,7 @@ def test_the_page_names_every_region():
     assert named == {name.rstrip("0 ") for name in re.findall(r'with .*region\(f?"([a-z0 ]+)', code)}
 
 
+@pytest.mark.long
 def test_parts_add_up_to_the_time_between_log_lines(run):
     check_parts(run)
 

@@ -346,12 +346,13 @@ def test_options_without_an_exact_step_are_refused_by_name(layout, options, said
         resolve(parse_flags([*given, *flags, *options], DPO), read_profile({}), {"WORLD_SIZE": str(processes)})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
         ("gather sp 2, two pairs at a time", {"lora": True}),
-        *(pytest.param(layout, {"lora": True}, marks=pytest.mark.long) for layout in PACKED_OR_NOT),
-        *(pytest.param(layout, {"conversational": True}, marks=pytest.mark.long) for layout in PACKED_OR_NOT[1:3]),
+        *((layout, {"lora": True}) for layout in PACKED_OR_NOT),
+        *((layout, {"conversational": True}) for layout in PACKED_OR_NOT[1:3]),
     ],
     ids=lambda part: part if isinstance(part, str) else next(iter(part)),
 )
@@ -409,7 +410,8 @@ def resume(cases, cache, folder):
     return found
 
 
-@pytest.mark.parametrize("case", ["ring", pytest.param("ulysses with LoRA", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["ring", "ulysses with LoRA"])
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(case, saved_model, tmp_path):
     data = tmp_path / "pairs.jsonl"
     write_lines(data, make_pairs())

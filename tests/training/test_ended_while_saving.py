@@ -143,8 +143,13 @@ def check_weights(output_dir, expected):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("later", [[], ["--save_async", "True"]], ids=["at once", "later"])
-@pytest.mark.parametrize("every", [30, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("every", "later"),
+    [
+        pytest.param(30, [], id="some, at once"),
+        *(pytest.param(1, later, marks=pytest.mark.long) for later in ([], ["--save_async", "True"])),
+    ],
+)
 def test_a_kill_at_any_file_leaves_a_whole_checkpoint(every, later, run, before, tmp_path):
     """Up to the end of the run, with one checkpoint to be kept: the old one goes when the new one is there."""
     flags, folder, expected = before

@@ -25,6 +25,7 @@ SEQUENCES = {
 SETTINGS = ["plain", "checkpointing", "automatic tiles", "3 tiles", "1 tile", "chunks"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family", ["qwen3", "gpt_oss, sinks and windows", "qwen3_moe", "qwen3_next", "gemma3_text, windows", "glm4"]
 )

@@ -59,9 +59,8 @@ ON = {
 }
 
 
-@pytest.mark.parametrize(
-    "only", [pytest.param(True, id="longest"), pytest.param(False, id="alone", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("only", [True, False], ids=["longest", "alone"])
 def test_memory_options_train_as_one_process(only, models, tmp_path, parity_table):
     """--memory longest is all of them at once. One process group: accelerate goes from FSDP2 to DeepSpeed, not back."""
     documents = make_documents(SHAPES["packed"][0])

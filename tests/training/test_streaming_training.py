@@ -132,19 +132,14 @@ RESUMED = {  # (processes, the run that it goes on from and its step, flags): 4 
     "once": (1, "whole", 1, ["--max_steps", "2", "--dataloader_num_workers", "2"]),
     "again in the same pass": (1, "once", 2, []),
     "in the third pass": (1, "whole", 10, ["--dataloader_num_workers", "3"]),
-}
-ELSEWHERE = {
     "dp 2, in the third pass": (2, "whole", 9, ["--gradient_accumulation_steps", "2", "--dataloader_num_workers", "1"]),
     "dp 2, again in that pass": (2, "dp 2, in the third pass", 10, ["--gradient_accumulation_steps", "2"]),
     "dp 4": (4, "once", 2, ["--gradient_accumulation_steps", "1", "--dataloader_num_workers", "2"]),
 }
 
 
-@pytest.mark.parametrize(
-    "resumed",
-    [pytest.param(RESUMED, id="1 process"), pytest.param(RESUMED | ELSEWHERE, id="dp", marks=pytest.mark.long)],
-)
-def test_a_stream_resumed_in_any_pass_is_the_run_that_went_on(resumed, model, tmp_path):
+@pytest.mark.long
+def test_a_stream_resumed_in_any_pass_is_the_run_that_went_on(model, tmp_path):
     """Twice in one pass, and in the third one: the same tokens and counts in any layout, the same bits in this one."""
     data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS, seed=3, masked=0.95))
     common = [*COMMON, *PACKINGS["packed"][0], "--sp", "1", "--per_device_train_batch_size", "1", "--max_steps", "11"]
@@ -153,7 +148,7 @@ def test_a_stream_resumed_in_any_pass_is_the_run_that_went_on(resumed, model, tm
     run_ranks(1, f"{__name__}:run_cases", {"whole": [*common, "--output_dir", str(tmp_path / "whole")]})
     expected, entry = logged(tmp_path / "whole")
     assert entry["packing"]["passes"] == 3
-    for name, (processes, before, step, flags) in resumed.items():
+    for name, (processes, before, step, flags) in RESUMED.items():
         given = [*common, *flags, "--output_dir", str(tmp_path / name)]
         given += ["--resume_from_checkpoint", str(tmp_path / before / f"checkpoint-{step}")]
         run_ranks(processes, f"{__name__}:run_cases", {name: given})
