@@ -157,3 +157,12 @@ def saved_buffers_handed_on(model: nn.Module, device: torch.device) -> Iterator[
 def _saved_names(module: nn.Module) -> list[str]:
     left_out = module._non_persistent_buffers_set
     return [name for name, buffer in module._buffers.items() if buffer is not None and name not in left_out]
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what FSDP2 has gathered: after a forward pass without a backward one, the root's parameters are whole."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

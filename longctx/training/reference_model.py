@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from longctx.data.contents import cache_folder, cache_key
 from longctx.launch.console import Line, show
@@ -29,6 +28,7 @@ from longctx.ranks.agreement import broadcast_object, host_group
 from longctx.sequence.shard import Shard
 from longctx.settings.dpo import uses_reference
 from longctx.training.data_order import StepSampler
+from longctx.training.engines import reshard
 from longctx.training.fingerprint import column_arrays, digest
 from longctx.training.nonfinite import NonFiniteError
 from longctx.training.preference import PreferenceLoss
@@ -112,9 +112,7 @@ class ReferencedPreferenceLoss(PreferenceLoss):
         with trainer.step_metrics.paused(), adapters_off(trainer.accelerator.unwrap_model(model)):
             sums = [self._batch_sums(trainer, model, batch) for batch in loader]
         model.train(was_training)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # the root is left whole, and a checkpoint is read into shards
+        reshard(model)
         result = np.zeros((len(rows.kept), 2))
         for of_batch, values in zip(order, sums, strict=True) if dims.sp_rank(rank) == 0 else ():
             pairs = [int(pair) for pack in of_batch for pair in rows.packing.documents(pack)]

@@ -54,7 +54,7 @@ from longctx.training.callbacks import (
     StreamEntry,
 )
 from longctx.training.data_order import ShardCollator, StepSampler, StepStream, StreamLoader, StreamRead
-from longctx.training.engines import saved_buffers_handed_on
+from longctx.training.engines import reshard, saved_buffers_handed_on
 from longctx.training.evaluation import EvaluatingMixin
 from longctx.training.metrics import StepMetrics
 from longctx.training.nonfinite import meet_nonfinite
@@ -239,7 +239,9 @@ class SequenceMixin(EvaluatingMixin):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate. Before any training, this wraps the model."""
         with self._wrapping():
-            return super().evaluation_loop(*args, **kwargs)
+            output = super().evaluation_loop(*args, **kwargs)
+        reshard(self.model)
+        return output
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
         """Return the norm, the same on all ranks, after handling a NaN or infinite one before the weights change.

@@ -32,7 +32,7 @@ ENGINES = {
 ADAPTERS = {
     "LoRA": [],
     "DoRA": ["--use_dora", "True", "--lora_target_modules", "q_proj", "down_proj"],
-    "LoRA with a whole norm": ["--lora_modules_to_save", "norm"],
+    "LoRA with a whole norm": ["--lora_modules_to_save", "norm", "--eval_strategy", "steps", "--eval_steps", "1"],
 }
 
 
@@ -135,11 +135,11 @@ def test_weights_that_are_converted_are_ranges_as_well(tmp_path):
     assert not names - kept & stored.keys()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("engine", ENGINES)
 def test_of_an_adapter_nothing_else_is_gathered(engine, models, tmp_path):
-    """The file has PEFT's own names, and the values that the states hold."""
-    results = run(ADAPTERS, ["--use_peft", "True", *ENGINES[engine]], tmp_path, models)
+    """The file has PEFT's own names, and the values that the states hold, also after an evaluation."""
+    flags = ["--use_peft", "True", "--dataset_test_split", "train", *ENGINES[engine]]
+    results = run(ADAPTERS, flags, tmp_path, models)
     total = 0
     for case in ADAPTERS:
         folder = tmp_path / case / "checkpoint-1"
