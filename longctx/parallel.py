@@ -398,10 +398,7 @@ def parallelize(
         )
     )
     setup = Setup.of_model(
-        model.config,
-        sp,
-        element_size=model.dtype.itemsize,
-        machine=Machine.of(device_name, per_node),
+        model.config, sp, element_size=model.dtype.itemsize, machine=Machine.of(device_name, per_node)
     )
     documents = documents_given(model.config, document_lengths)
     choice = choose_backend(sp_backend, setup, documents if sp_backend == "auto" else None, ring_size=ring_size)

@@ -50,10 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--method",
-        choices=("train", "dpo"),
-        default="train",
-        help="The command to plan: longctx train or longctx dpo.",
+        "--method", choices=("train", "dpo"), default="train", help="The command to plan: longctx train or longctx dpo."
     )
     parser.add_argument("--gpus", type=int, default=8, help="Number of GPUs on all nodes. Default: 8.")
     parser.add_argument("--gpus_per_node", type=int, default=8, help="Number of GPUs on one node. Default: 8.")
@@ -65,8 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         "--host_memory_gib", type=float, help="Host memory of one node. Default: 221 GiB for each of its GPUs."
     )
     parser.add_argument(
-        "--kernel",
-        help='Attention kernel: "flash-attn 2", 3 or 4, or cuDNN. Default: those that a run takes on --gpu.',
+        "--kernel", help='Attention kernel: "flash-attn 2", 3 or 4, or cuDNN. Default: those that a run takes on --gpu.'
     )
     parser.add_argument(
         "--lengths",

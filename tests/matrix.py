@@ -155,9 +155,7 @@ RUNS = {
     "YaRN": TrainingRun(flags=("--packing", "True", "--rope_scaling", YARN)),
     "streaming": TrainingRun(flags=("--packing", "True", "--dataset_streaming", "True")),
     "DPO": TrainingRun(
-        method=DPO,
-        records="pairs of answers",
-        flags=("--packing", "True", "--loss_type", "sigmoid", "sft"),
+        method=DPO, records="pairs of answers", flags=("--packing", "True", "--loss_type", "sigmoid", "sft")
     ),
     "LoRA": TrainingRun(flags=("--packing", "True", "--use_peft", "True")),
     "gated delta": TrainingRun(model="gated delta"),
@@ -352,9 +350,5 @@ TRAINED_MODELS = {
     "Falcon-H1": ("falcon_h1", _SMALL | _MAMBA2),
     "LFM2": ("lfm2", _SMALL | {"layer_types": ["conv", "full_attention"]}),
 }
-MODELS = TRAINED_MODELS | {
-    "VLM": ("paligemma", {}),
-    "Jamba": ("jamba", {}),
-    "Mamba": ("mamba", {}),
-}
+MODELS = TRAINED_MODELS | {"VLM": ("paligemma", {}), "Jamba": ("jamba", {}), "Mamba": ("mamba", {})}
 """transformers' model type and settings by name; those of TRAINED_MODELS are given weights."""

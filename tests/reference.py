@@ -32,9 +32,7 @@ def train_reference(
     model = adapt(AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="eager", dtype=torch.float32))
     rates = [learning_rate * (1 - step / steps) for step in range(steps)]
     return adamw_steps(
-        model,
-        rates,
-        lambda step: dense_loss(model, documents if batches is None else batches[step], label_smoothing),
+        model, rates, lambda step: dense_loss(model, documents if batches is None else batches[step], label_smoothing)
     )
 
 

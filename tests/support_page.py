@@ -125,10 +125,7 @@ def cell(setup: str, feature: Feature, refusal: str | None, passed: Collection[s
 def table(passed: Collection[str], refused: Mapping[tuple[str, str], str | None]) -> str:
     """The page below its head, as these tests having passed make it."""
     reasons: dict[str, int] = {}
-    lines = [
-        "| | " + " | ".join(SETUPS) + " | shown by |",
-        "| --- |" + " --- |" * (len(SETUPS) + 1),
-    ]
+    lines = ["| | " + " | ".join(SETUPS) + " | shown by |", "| --- |" + " --- |" * (len(SETUPS) + 1)]
     for name, feature in FEATURES.items():
         states = []
         for setup in SETUPS:

@@ -92,12 +92,7 @@ PLAN = ["--model_name_or_path", "tiny", "--gpus", "1", "--lengths", "4096"]
 @pytest.mark.long
 @pytest.mark.parametrize(
     "command",
-    [
-        ["longctx", "--version"],
-        ["longctx", "completion", "bash"],
-        ["longctx", "plan", *PLAN],
-        ["longctx.plan", *PLAN],
-    ],
+    [["longctx", "--version"], ["longctx", "completion", "bash"], ["longctx", "plan", *PLAN], ["longctx.plan", *PLAN]],
     ids=lambda command: " ".join(command[:2]),
 )
 def test_output_that_nobody_reads_ends_a_command_quietly(command):

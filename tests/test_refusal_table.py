@@ -218,10 +218,7 @@ CALLS |= {
         lambda: without_weights(LlamaConfig(hidden_size=8, num_attention_heads=2, hidden_act="none")),
         "no model can be made of its config.json",
     ),
-    "nothing to evaluate": (
-        lambda: rows_to_evaluate(None),
-        "there is no evaluation data",
-    ),
+    "nothing to evaluate": (lambda: rows_to_evaluate(None), "there is no evaluation data"),
     "texts to evaluate": (
         lambda: rows_to_evaluate(Dataset.from_dict({"text": ["a"]})),
         "sequences to evaluate need input_ids, and these have .'text'.",
@@ -308,10 +305,7 @@ def test_profiles_that_cannot_be_exact_are_refused(case):
         resolve(parse_flags(flags), read_profile(environment), environment)
 
 
-CHUNKS = {
-    "qwen3_next": "this model's recurrent layers carry a state",
-    SHARED_KEYS: "this model's layers take inputs",
-}
+CHUNKS = {"qwen3_next": "this model's recurrent layers carry a state", SHARED_KEYS: "this model's layers take inputs"}
 
 
 @pytest.mark.parametrize("family", CHUNKS)

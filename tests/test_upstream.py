@@ -104,7 +104,7 @@ ROOM = {
         *("fp32_partitioned_groups_flat", "grad_position", "invalidate_secondary_tensor", "_z3_optimizer"),
     },
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": {
-        *("single_partition_of_fp32_groups", "update_lp_params"),
+        *("single_partition_of_fp32_groups", "update_lp_params")
     },
     "deepspeed.utils.mixed_precision_linkage": {"_hp_mapping", "param_group_index"},
     "deepspeed.utils.nvtx": {"enable_nvtx"},

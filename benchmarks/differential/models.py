@@ -80,6 +80,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     | {name: value for name, value in _LATENT.items() if name != "q_lora_rank"},
     "lfm2": _CONVOLUTIONS,
     "lfm2_moe": _CONVOLUTIONS | _EXPERTS | {"num_experts": 4, "num_dense_layers": 1},
+    "mimo_v2_flash": _EXPERTS | {"n_routed_experts": 4, "v_head_dim": 8},  # norms of its own 256 are rounded too much
     "mixtral": _EXPERTS | {"num_local_experts": 4},
     "nemotron_h": {
         "layer_types": ["linear_attention", "full_attention", "moe"],

@@ -13,13 +13,7 @@ from longctx.attention.backend import Backend
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Setup
 from longctx.machine.here import Machine
-from longctx.model.allow_list import (
-    AUXILIARY_LOSS_MODELS,
-    CAUSAL_MODELS,
-    MODEL_TYPES,
-    RECURRENT_MODELS,
-    WINDOW_MODELS,
-)
+from longctx.model.allow_list import AUXILIARY_LOSS_MODELS, CAUSAL_MODELS, MODEL_TYPES, RECURRENT_MODELS, WINDOW_MODELS
 
 from .values import ADAPTERS, PREFERENCES, SCHEDULES, UNLUCKY
 
@@ -32,6 +26,8 @@ ALWAYS_WINDOWED = (
         "exaone_moe",
         "flint",
         "gemma3_text",
+        "gemma4_text",
+        "gemma4_unified_text",
         "gpt_oss",
         "granitemoe_swa",
         "kolibri1",
@@ -339,7 +335,7 @@ def make_consistent(case: Case) -> Case:
         change["packing"] = "none"
     if case.order == "random" and "stream" in case.reading and case.packing in ("none", "padding_free"):
         change["order"] = "sequential"
-    if case.order == "whole" and "stream" in case.reading and case.overlong == "split":
+    if case.order != "sequential" and "stream" in case.reading and case.overlong == "split":
         change["overlong"] = "truncate"  # a step takes one pack from a lane, and a lane has all pieces of a document
     if case.optimizer != "sgd" and case.learning_rate > 0.01:
         change["learning_rate"] = 1e-3
@@ -371,9 +367,8 @@ def _of_pairs(case: Case) -> dict[str, Any]:
         change["reading"] = "mixture" if "mixture" in case.reading else "whole"
     if case.packing == "bfd_split":
         change["packing"] = "bfd"
-    hinders = (
-        case.window or case.model in RECURRENT_MODELS or MODEL_TYPES[case.model].chunks or case.sequence_chunk_size
-    )
+    windowed = case.window or case.model in ALWAYS_WINDOWED
+    hinders = windowed or case.model in RECURRENT_MODELS or MODEL_TYPES[case.model].chunks or case.sequence_chunk_size
     if change["overlong"] != "raise" and (hinders or case.memory == "longest"):
         change["share_prompts"] = False  # where prompts may count twice, it is not known here which pairs are too long
     if case.smoothing >= 0.5:

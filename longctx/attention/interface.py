@@ -14,11 +14,7 @@ from longctx.attention.temperature import has_temperature, install_temperature, 
 from longctx.model.recurrent import num_mixing_layers
 from longctx.recurrent.layers import PrefersHeads, install_recurrent
 from longctx.sequence.batch import AttentionContext, AttentionKind, refuse_uncut
-from longctx.upstream.transformers_internals import (
-    attention_implementation,
-    decoder_of,
-    leave_only_present_layers,
-)
+from longctx.upstream.transformers_internals import attention_implementation, decoder_of, leave_only_present_layers
 
 NAME = "longctx"
 """Our `attn_implementation`. It is left out of transformers' mask interface, so that no mask is ever built."""

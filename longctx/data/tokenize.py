@@ -17,15 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from longctx.data.chat import ChatEncoder, turns_template
 from longctx.data.columns import IGNORE_INDEX, TURN_ENDS, document_lengths, is_list_type
 from longctx.data.contents import cache_folder, cache_key, digest_of
-from longctx.data.encoders import (
-    NOTES,
-    Encoder,
-    PretokenizedEncoder,
-    TextEncoder,
-    in_words,
-    notes_of,
-    one_chunk,
-)
+from longctx.data.encoders import NOTES, Encoder, PretokenizedEncoder, TextEncoder, in_words, notes_of, one_chunk
 from longctx.data.errors import DataError, no_records, say
 from longctx.data.kinds import (
     ALPACA,

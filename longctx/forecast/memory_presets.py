@@ -12,14 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from longctx.forecast.memory_options import (
-    CHECKPOINT_KEYS,
-    CPU,
-    NONE,
-    NVME,
-    OWN_FLAGS,
-    MemoryOptions,
-)
+from longctx.forecast.memory_options import CHECKPOINT_KEYS, CPU, NONE, NVME, OWN_FLAGS, MemoryOptions
 from longctx.forecast.shape import RunShape
 from longctx.settings.values import Settings
 

@@ -21,14 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from longctx.layers.chunked.tiles import (
-    Autocast,
-    ParameterGradients,
-    ask_for_gradient,
-    chunks_of,
-    tile_tokens,
-    trained,
-)
+from longctx.layers.chunked.tiles import Autocast, ParameterGradients, ask_for_gradient, chunks_of, tile_tokens, trained
 from longctx.layers.routers import keep_pass
 from longctx.sequence.host_tensors import saved_in_place
 from longctx.upstream.deepspeed_internals import gather_once

@@ -22,12 +22,7 @@ from transformers import (
 
 from longctx.model.allow_list import MULTIMODAL_MODELS
 from longctx.model.files import on_meta
-from longctx.upstream.transformers_internals import (
-    decoder_of,
-    save_without_conversions,
-    tied_weights,
-    unpartitioned,
-)
+from longctx.upstream.transformers_internals import decoder_of, save_without_conversions, tied_weights, unpartitioned
 
 CAUSAL_TYPES = {
     "glm4v_moe_text": "glm4_moe",

@@ -5,13 +5,4 @@ from longctx.run.preparation import PreparedRun, prepare, prepare_data
 from longctx.run.processes import finish
 from longctx.run.training import first_step_batches, fit
 
-__all__ = [
-    "PreparedRun",
-    "build_trainer",
-    "finish",
-    "first_step_batches",
-    "fit",
-    "load",
-    "prepare",
-    "prepare_data",
-]
+__all__ = ["PreparedRun", "build_trainer", "finish", "first_step_batches", "fit", "load", "prepare", "prepare_data"]

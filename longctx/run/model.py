@@ -149,9 +149,8 @@ def _prepare_for_trainer(prepared: PreparedRun, model: PreTrainedModel) -> None:
             given = {key: value for key, value in (getattr(args, name) or {}).items() if key not in of_longctx}
             # No RNG state has to be restored: dropout is refused, and nothing else in a layer is random. Shapes that
             # depend on values, which recomputing might change, are only those of routed tokens.
-            check = "default" if has_experts(model.config) else "none"
-            defaults = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": check}
-            setattr(args, name, defaults | given)
+            check = {"determinism_check": "default" if has_experts(model.config) else "none"}
+            setattr(args, name, {"use_reentrant": False, "preserve_rng_state": False, **check, **given})
     if args.gradient_checkpointing and settings["use_peft"]:
         model.enable_input_require_grads()
     if template := read_template(settings["chat_template_path"]):

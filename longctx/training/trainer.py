@@ -22,12 +22,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
-from transformers import (
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Trainer,
-)
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import TrainOutput
 from trl import SFTConfig
@@ -62,12 +57,7 @@ from longctx.training.objective import Objective
 from longctx.training.progress import print_lines
 from longctx.training.schedule import add_defaults
 from longctx.upstream.accelerate_internals import allow_meta, fsdp2_plugin, keep_sums_in_fp32, update_shards
-from longctx.upstream.transformers_internals import (
-    average_running_loss,
-    keep_mode,
-    list_parameters,
-    mean_running_loss,
-)
+from longctx.upstream.transformers_internals import average_running_loss, keep_mode, list_parameters, mean_running_loss
 
 
 class SequenceMixin(EvaluatingMixin):

@@ -107,8 +107,7 @@ def test_a_kernel_that_is_not_exact_is_refused(packages, exact):
     packages("flash-attn-3")
     exact.append("flash-attn-3")
     with pytest.raises(
-        ValueError,
-        match=r"flash_attention_3 is not exact for .*, heads of 64, on cuda \(flash-attn-3 1.0: out is off",
+        ValueError, match=r"flash_attention_3 is not exact for .*, heads of 64, on cuda \(flash-attn-3 1.0: out is off"
     ):
         chosen("flash_attention_3")
     assert "aten varlen flash" in chosen(None)

@@ -25,14 +25,7 @@ from tests.training.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, c
 from tests.workers import run_ranks
 
 PACKAGE = Path(__file__).parents[2] / "longctx"
-SETUP = Setup(
-    sp=4,
-    num_heads=8,
-    num_key_value_heads=4,
-    head_size=16,
-    element_size=2,
-    machine=Machine.of("H100", 8),
-)
+SETUP = Setup(sp=4, num_heads=8, num_key_value_heads=4, head_size=16, element_size=2, machine=Machine.of("H100", 8))
 
 
 @pytest.fixture

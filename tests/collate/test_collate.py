@@ -148,10 +148,7 @@ def test_collator_is_picklable_and_leaves_examples_alone() -> None:
     [
         ({"input_ids": []}, ["example 0 has no tokens", "leave empty documents out"]),
         ({"labels": [1]}, ["no input_ids", "labels"]),
-        (
-            {"input_ids": [1, 2, 3], "labels": [2, 3]},
-            ["labels", "has 2 values", "3 input_ids", "not shifted"],
-        ),
+        ({"input_ids": [1, 2, 3], "labels": [2, 3]}, ["labels", "has 2 values", "3 input_ids", "not shifted"]),
         ({"input_ids": [1, 2], "completion_mask": [1]}, ["completion_mask", "has 1 values", "2 input_ids"]),
         ({"input_ids": [1, 2], "seq_lengths": [1]}, ["sum to 1", "2 input_ids", "each document"]),
         ({"input_ids": [1, 2], "seq_lengths": [3, -1]}, ["seq_lengths", "sum to 2"]),
@@ -179,10 +176,7 @@ def test_bad_collators() -> None:
 
 # Stock transformers models
 
-EXACT = {
-    "rtol": 0,
-    "atol": 1e-5,
-}  # fp32 logits of order 1; a leak between documents changes them by over 1e-2
+EXACT = {"rtol": 0, "atol": 1e-5}  # fp32 logits of order 1; a leak between documents changes them by over 1e-2
 
 
 def make_model(name: str, attention: str) -> torch.nn.Module:

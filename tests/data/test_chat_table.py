@@ -177,8 +177,7 @@ def _rows(first: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    "template",
-    [pytest.param(name, marks=() if name == "llama3_2" else pytest.mark.long) for name in TEMPLATES],
+    "template", [pytest.param(name, marks=() if name == "llama3_2" else pytest.mark.long) for name in TEMPLATES]
 )
 def test_tokens_and_masks_of_chats_are_those_of_the_page(template) -> None:
     place = list(TEMPLATES).index(template)

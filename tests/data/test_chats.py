@@ -285,8 +285,7 @@ def _with_bos_and_eos(bos: bool, eos: bool):
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     single = f"{'<s> ' if bos else ''}$A{' <|endoftext|>' if eos else ''}"
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=single,
-        special_tokens=[("<s>", tokenizer.bos_token_id), ("<|endoftext|>", tokenizer.eos_token_id)],
+        single=single, special_tokens=[("<s>", tokenizer.bos_token_id), ("<|endoftext|>", tokenizer.eos_token_id)]
     )
     return tokenizer
 

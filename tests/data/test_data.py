@@ -10,14 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
-from longctx.data import (
-    DataError,
-    document_lengths,
-    load_records,
-    stdlib_files,
-    stream_records,
-    tokenize_records,
-)
+from longctx.data import DataError, document_lengths, load_records, stdlib_files, stream_records, tokenize_records
 from tests.jsonl import write_lines
 from tests.model.test_tiny import MESSAGES
 
@@ -173,10 +166,7 @@ def test_folder_and_glob_of_text_files(tmp_path) -> None:
     (folder / ".git" / "blob").write_bytes(b"\x00\x01")
     (folder / "pkg" / "__pycache__" / "a.pyc").write_bytes(b"\x00\x01")
     assert load_records(str(folder))["text"][:] == ["print('ü')\r\n", "import os\n", ""]
-    assert load_records(f"{folder}/**/*.py", text_field="code")["code"][:] == [
-        "print('ü')\r\n",
-        "import os\n",
-    ]
+    assert load_records(f"{folder}/**/*.py", text_field="code")["code"][:] == ["print('ü')\r\n", "import os\n"]
     assert load_records(str(folder / "b.py"))["text"][:] == ["print('ü')\r\n"]
 
 
@@ -230,11 +220,7 @@ def test_stdlib(tokenizer, capfd) -> None:
 
 def test_extra_columns_and_later_columns_are_left_alone(tmp_path, tokenizer) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b", "score": 1}, {"text": "c", "score": "x"}])
-    assert tokenize_records(load_records(path), tokenizer)["input_ids"][:] == [
-        [97 - 33, EOS],
-        [65, EOS],
-        [66, EOS],
-    ]
+    assert tokenize_records(load_records(path), tokenizer)["input_ids"][:] == [[97 - 33, EOS], [65, EOS], [66, EOS]]
 
 
 def test_text_that_looks_like_a_date_stays_text(tmp_path) -> None:

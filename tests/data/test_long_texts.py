@@ -28,10 +28,7 @@ WORDS_OF_QWEN = Regex(
 )
 STAGES = {
     "GPT-2": (None, pre_tokenizers.ByteLevel(add_prefix_space=False)),
-    "Qwen": (
-        normalizers.NFC(),
-        pre_tokenizers.Sequence([pre_tokenizers.Split(WORDS_OF_QWEN, "isolated"), BYTES]),
-    ),
+    "Qwen": (normalizers.NFC(), pre_tokenizers.Sequence([pre_tokenizers.Split(WORDS_OF_QWEN, "isolated"), BYTES])),
     "Mistral": (None, pre_tokenizers.Metaspace(prepend_scheme="first", split=True)),
     "Llama 2": (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), None),
     "spaces within tokens": (None, BYTES),

@@ -388,10 +388,7 @@ REPEATS = ["--dataset_stopping_strategy", "all_exhausted"]
         (["--datasets", "{path: a, fraction: 1}", "{path: b}"], "fractions [1, None]: set a fraction for all"),
         (["--datasets", "{path: a, fraction: -1}"], "fractions [-1]: each has to be a number above 0"),
         (["--streaming", "True", "--datasets", "{path: a, fraction: 1}"], "a stream cannot have a fraction"),
-        (
-            ["--dataset_weights", "1", "--datasets", "{path: a, fraction: 1}"],
-            "and a fraction in datasets are",
-        ),
+        (["--dataset_weights", "1", "--datasets", "{path: a, fraction: 1}"], "and a fraction in datasets are"),
     ],
 )
 def test_bad_input(flags, words, tmp_path, capsys):

@@ -31,13 +31,7 @@ from longctx.data import (
 from longctx.model.load import take_chat_template
 from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
 from longctx.run.preparation import read_tokenizer
-from tests.data.test_data import (
-    CHATS,
-    TEXTS,
-    VOCAB_SIZE,
-    _error,
-    _load_error,
-)
+from tests.data.test_data import CHATS, TEXTS, VOCAB_SIZE, _error, _load_error
 from tests.data.test_tokens import CASES
 from tests.jsonl import write_lines
 

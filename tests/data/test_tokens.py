@@ -10,18 +10,9 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from longctx.data import (
-    load_records,
-    tokenize_records,
-)
+from longctx.data import load_records, tokenize_records
 from longctx.model.tiny import tiny_model, tiny_tokenizer
-from tests.data.test_data import (
-    CHATS,
-    PAIRS,
-    TEXTS,
-    VOCAB_SIZE,
-    _tokenize_error,
-)
+from tests.data.test_data import CHATS, PAIRS, TEXTS, VOCAB_SIZE, _tokenize_error
 from tests.jsonl import write_lines
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -247,10 +238,7 @@ def test_pretokenized_masks_become_labels(tokenizer) -> None:
 def test_selected_and_sliced_records_keep_their_masks(tokenizer) -> None:
     rows = [{"input_ids": list(range(n)), "labels": [-100, *range(1, n)]} for n in range(2, 40)]
     source = Dataset.from_list(rows)
-    for part, expected in (
-        (source.select([30, 3, 3, 17]), [30, 3, 3, 17]),
-        (source.select(range(5, 9)), range(5, 9)),
-    ):
+    for part, expected in ((source.select([30, 3, 3, 17]), [30, 3, 3, 17]), (source.select(range(5, 9)), range(5, 9))):
         documents = tokenize_records(part, tokenizer)
         assert documents["input_ids"][:] == [rows[i]["input_ids"] for i in expected]
         assert documents["labels"][:] == [rows[i]["labels"] for i in expected]
@@ -269,9 +257,7 @@ def test_second_tokenization_comes_from_the_cache(tmp_path, monkeypatch) -> None
     calls = []
     original = datasets.arrow_writer.ArrowWriter.finalize
     monkeypatch.setattr(
-        datasets.arrow_writer.ArrowWriter,
-        "finalize",
-        lambda self, *a, **k: calls.append(1) or original(self, *a, **k),
+        datasets.arrow_writer.ArrowWriter, "finalize", lambda self, *a, **k: calls.append(1) or original(self, *a, **k)
     )
     second = tokenize_records(load_records(path), tiny_tokenizer())
     assert second._fingerprint == first._fingerprint
@@ -315,10 +301,7 @@ def _unsigned(*values: int) -> np.ndarray:
         ({"input_ids": [[1, 2]], "labels": [[1, 999]]}, "'labels' holds the token id 999"),
         ({"input_ids": [[1, 2]], "labels": [[1, -1]]}, "'labels' holds the token id -1"),
         ({"input_ids": [[1, 2], None]}, "record 1 (counted from 0): 'input_ids' is null"),
-        (
-            {"input_ids": [[1, 2], [3, None]]},
-            "record 1 (counted from 0): 'input_ids' is null or holds a null",
-        ),
+        ({"input_ids": [[1, 2], [3, None]]}, "record 1 (counted from 0): 'input_ids' is null or holds a null"),
         ({"input_ids": [[1, 2], []]}, "record 1 (counted from 0): 'input_ids' is empty"),
         ({"input_ids": [[1.5, 2.0]]}, "expected lists of integers"),
         ({"input_ids": [[1, 2]], "labels": [[-100, -100]]}, "every label is -100"),

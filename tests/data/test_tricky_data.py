@@ -14,14 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from longctx.data import (
-    DataError,
-    load_records,
-    record_place,
-    stream_records,
-    tokenize_records,
-    tokenize_stream,
-)
+from longctx.data import DataError, load_records, record_place, stream_records, tokenize_records, tokenize_stream
 from tests.data.test_data_fuzz import TOKENIZER, documents_in, table_bytes, write
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -62,16 +55,8 @@ TRICKY: dict[str, tuple[str, str | bytes, str | list[str]]] = {
         ["fine", "a"],
     ),
     "a number of more than 64 bits": (".jsonl", chat(f"{2**63}") + chat(f"[{-(2**63) - 1}]"), [CHAT, CHAT]),
-    "a token of 32 bits": (
-        ".jsonl",
-        IDS % 2**31,
-        f":2: 'input_ids' holds {2**31}; expected a flat list of integers",
-    ),
-    "a token of 64 bits": (
-        ".jsonl",
-        IDS % 2**63,
-        f":2: 'input_ids' holds {2**63}; expected a flat list of integers",
-    ),
+    "a token of 32 bits": (".jsonl", IDS % 2**31, f":2: 'input_ids' holds {2**31}; expected a flat list of integers"),
+    "a token of 64 bits": (".jsonl", IDS % 2**63, f":2: 'input_ids' holds {2**63}; expected a flat list of integers"),
     "a token of -64 bits": (
         ".jsonl",
         IDS % -(2**63),

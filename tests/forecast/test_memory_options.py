@@ -74,10 +74,7 @@ def test_fastest_checkpoints_nothing_unless_asked():
             "longest: layers over 512 tokens a rank at a time, attention computed again, optimizer states on the host, "
             "small buckets",
         ),
-        (
-            RING,
-            "longest: layers over 512 tokens a rank at a time, attention computed again, parameters on the host",
-        ),
+        (RING, "longest: layers over 512 tokens a rank at a time, attention computed again, parameters on the host"),
         (
             (*RING, "--tiled_mlp", "True"),
             "longest: activation checkpointing, activations on the host, attention computed again, 1 key/value heads "

@@ -256,10 +256,7 @@ KEPT = {
 TRACED = "whole 5, offloaded 2, tiles"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.long] * (name != TRACED)) for name in KEPT],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != TRACED)) for name in KEPT])
 def test_layers_that_differ_take_what_a_trace_of_the_step_has(name) -> None:
     """To 5%, the goal for combinations that the search can choose, on two ranks."""
     config = copy.deepcopy(CONFIG)

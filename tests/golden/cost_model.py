@@ -155,9 +155,7 @@ def traced(config: PretrainedConfig, tokens: int, changes: Mapping[str, Any], *,
     shape = traced_shape(ModelSizes.of_config(config), changes)
     length = tokens * shape.sp
     settings = StepSettings(
-        length=length,
-        document_lengths=one_pair(length) if pairs else one_document(length),
-        **traced_settings(shape),
+        length=length, document_lengths=one_pair(length) if pairs else one_document(length), **traced_settings(shape)
     )
     threads = torch.get_num_threads()
     trace = trace_training_step(config, settings, loss_of=closed_form.loss_of_pairs if pairs else None)

@@ -239,11 +239,7 @@ def _sources(folder: Path, sizes: Sequence[int]) -> list[str]:
 MIXTURES: dict[str, dict[str, Any]] = {
     "one after the other": {},
     **{
-        f"weights 5 2 3, {strategy}, seed {seed}": {
-            "weights": (5, 2, 3),
-            "stopping_strategy": strategy,
-            "seed": seed,
-        }
+        f"weights 5 2 3, {strategy}, seed {seed}": {"weights": (5, 2, 3), "stopping_strategy": strategy, "seed": seed}
         for strategy in ("first_exhausted", "all_exhausted", "all_exhausted_without_replacement")
         for seed in (0, 42)
     },

@@ -54,10 +54,7 @@ ZERO_2 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE":
 FURTHER = f" --resume_from_checkpoint {CHECKPOINT}/checkpoint-2 --gradient_accumulation_steps 4"
 SMALLEST = {"model": "{root}/smallest", "data": f"{CHECKPOINT}/documents.jsonl"}
 
-QUICK = {
-    "sp 1": Run(1, ONE + SAVES),
-    "committed checkpoint on 1 process": Run(1, FURTHER + SAVES, **SMALLEST),
-}
+QUICK = {"sp 1": Run(1, ONE + SAVES), "committed checkpoint on 1 process": Run(1, FURTHER + SAVES, **SMALLEST)}
 RUNS = QUICK | {
     "sp 1, padded": Run(1, PADDED),
     "sp 1, stream": Run(1, ONE + STREAM),

@@ -194,10 +194,7 @@ CASES: dict[str, tuple[Records, dict[str, Any]]] = {
         {"completion_only_loss": True},
     ),
     "pairs": ([{"prompt": p, "chosen": c, "rejected": r} for p, c, r in ANSWERS], {"text_field": PAIRS}),
-    "pairs without prompts": (
-        [{"chosen": p + c, "rejected": p + r} for p, c, r in ANSWERS[:2]],
-        {"text_field": PAIRS},
-    ),
+    "pairs without prompts": ([{"chosen": p + c, "rejected": p + r} for p, c, r in ANSWERS[:2]], {"text_field": PAIRS}),
     "chat pairs": (CHAT_PAIRS, {"text_field": PAIRS}),
     "chat pairs without prompts": (IMPLICIT, {"text_field": PAIRS}),
     "chat pairs, Llama 2's template": (CHAT_PAIRS, {"text_field": PAIRS, "chat_template": MARKED}),

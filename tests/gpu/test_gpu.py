@@ -172,11 +172,7 @@ def test_the_loss_s_factor_is_not_rounded_to_the_gradient_s_dtype(gpu):
 # Steps
 
 
-MEMORY_OPTIONS = {
-    "plain": {},
-    "chunks": {"sequence_chunk_size": 8},
-    "tiles": {"tiled_mlp_num_shards": 4},
-}
+MEMORY_OPTIONS = {"plain": {}, "chunks": {"sequence_chunk_size": 8}, "tiles": {"tiled_mlp_num_shards": 4}}
 ATTENTION_FAMILIES = ("qwen3", "gpt_oss, sinks and windows", "gemma3_text, windows", "qwen3_moe")
 RECURRENT_FAMILIES = () if IS_SOFT else ("qwen3_next", "kimi_linear", "nemotron_h")  # soft GPUs lack their operators
 BF16_OF_A_STEP = 3e-2

@@ -30,7 +30,7 @@ MICRO_BATCHES = 2
 PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu_waits_and_races.md"
 
 IN_A_MICRO_BATCH = {
-    "longctx.layers.chunked.copies.synchronize": "Hidden states lie in host memory, where any code may read them.",
+    "longctx.layers.chunked.copies.synchronize": "Hidden states lie in host memory, where any code may read them."
 }
 """Functions in which the host waits for a micro-batch that is under way, and why it has to."""
 
@@ -151,9 +151,7 @@ def arguments_of(case, flags, other_models, tmp_path, data):  # noqa: F811
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("ranks", "runs"),
-    [(2, RUNS), (2, OTHER_RUNS), (4, ON_FOUR)],
-    ids=["covering", "others", "four"],
+    ("ranks", "runs"), [(2, RUNS), (2, OTHER_RUNS), (4, ON_FOUR)], ids=["covering", "others", "four"]
 )
 def test_the_host_waits_for_no_micro_batch_and_no_streams_race(ranks, runs, other_models, tmp_path, soft_gpus):  # noqa: F811
     data = write_jsonl(tmp_path / "data.jsonl", make_documents(SHAPES["packed"][0] * 2 * MICRO_BATCHES))

@@ -153,10 +153,7 @@ def losses(folder):
 
 STEPS_OF_SRUN = {
     "2 tasks": (["--ntasks", "2"], ["--sp", "2", "--sp_backend", "ring"]),
-    "4 tasks on 2 nodes": (
-        ["--nodes", "2", "--ntasks-per-node", "2"],
-        ["--sp", "4", "--sp_backend", "ulysses"],
-    ),
+    "4 tasks on 2 nodes": (["--nodes", "2", "--ntasks-per-node", "2"], ["--sp", "4", "--sp_backend", "ulysses"]),
     "4 tasks dealt out in turn": (
         ["--nodes", "2", "--ntasks", "4", "--distribution", "cyclic"],
         ["--sp", "4", "--sp_backend", "hybrid", "--ring_size", "2"],

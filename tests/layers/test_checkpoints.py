@@ -13,11 +13,7 @@ import longctx
 from benchmarks.shapes import changed, shape_of
 from longctx.attention.backends import BACKENDS
 from longctx.attention.operator import LocalSchedule
-from longctx.forecast.memory_presets import (
-    asked_memory_options,
-    memory_flags,
-    with_options,
-)
+from longctx.forecast.memory_presets import asked_memory_options, memory_flags, with_options
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.tiny import tiny_config, tiny_model
 from longctx.settings.read import parse_flags

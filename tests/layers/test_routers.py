@@ -166,9 +166,7 @@ CASES = {  # those on DeepSpeed come last, whose changes to torch stay in the pr
         *[*ULYSSES, "deepspeed", *ACCUMULATED, *experts("grouped_mm")],
         *["--tiled_mlp", "True", "--tiled_mlp_num_shards", "3"],
     ],
-    "ring, zero3, tiled": [
-        *[*RING, "deepspeed", *ACCUMULATED, "--tiled_mlp", "True", "--tiled_mlp_num_shards", "3"],
-    ],
+    "ring, zero3, tiled": [*[*RING, "deepspeed", *ACCUMULATED, "--tiled_mlp", "True", "--tiled_mlp_num_shards", "3"]],
 }
 DEFAULT = ("ring", "ulysses, zero3")
 

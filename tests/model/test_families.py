@@ -18,13 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from longctx.attention.choice import Documents, choose_backend
 from longctx.attention.cost import Setup
 from longctx.machine.here import Machine
-from longctx.model.allow_list import (
-    CAUSAL_MODELS,
-    MODEL_TYPES,
-    RECURRENT_MODELS,
-    UnsupportedModelError,
-    check_model,
-)
+from longctx.model.allow_list import CAUSAL_MODELS, MODEL_TYPES, RECURRENT_MODELS, UnsupportedModelError, check_model
 from longctx.train import main
 from tests.model.more_families import KIMI_LINEAR
 from tests.model.test_models import LINEAR, SMALL

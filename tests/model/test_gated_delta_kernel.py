@@ -30,10 +30,7 @@ RELEASE = "0.6.0"
 SHARED = 2 if Version(transformers.__version__) >= Version("5.23") else 1
 """Value heads that share a key head in the small models, as their rule is called. Older layers repeat the key heads."""
 GPU = torch.device("cuda")
-STATES = (
-    "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
-    "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64",
-)
+STATES = ("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64")
 SCALAR = "chunk_local_cumsum_scalar_kernel"
 CHANNELS = "chunk_local_cumsum_vector_kernel"
 MIXING = {"qwen3_next": {SCALAR, *STATES}, "qwen3_5_text": {SCALAR, *STATES}, "kimi_linear": {CHANNELS, *STATES}}

@@ -12,11 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from trl.models.selective_activation_checkpointing import enable_selective_activation_checkpointing
 
 from longctx import parallelize
-from longctx.model.allow_list import (
-    CAUSAL_MODELS,
-    POSITION_INDEPENDENT_ROPE,
-    WINDOW_MODELS,
-)
+from longctx.model.allow_list import CAUSAL_MODELS, POSITION_INDEPENDENT_ROPE, WINDOW_MODELS
 from longctx.model.load import load_config, load_model
 from longctx.model.recurrent import num_mixing_layers
 from tests.model.more_families import MORE_FAMILIES, SMALL
@@ -164,10 +160,7 @@ EVERY_FAMILY = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in (*N
     ),
     "olmo_hybrid": ("olmo_hybrid", SMALL | LINEAR),
     "qwen3_5_text": ("qwen3_5_text", SMALL | LINEAR),
-    "qwen3_next": (
-        "qwen3_next",
-        SMALL | LINEAR | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16},
-    ),
+    "qwen3_next": ("qwen3_next", SMALL | LINEAR | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16}),
     "qwen3_moe": ("qwen3_moe", SMALL | EXPERTS | {"num_experts": 4, "head_dim": 8}),
     "gpt_oss, sinks and windows": (
         "gpt_oss",

@@ -365,9 +365,7 @@ def train_cases(cases):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kinds", "sp", "layouts"),
-    [(SOME, 2, ENGINES), (tuple(KINDS), 4, {"auto": ([], None)})],
-    ids=["some", "all"],
+    ("kinds", "sp", "layouts"), [(SOME, 2, ENGINES), (tuple(KINDS), 4, {"auto": ([], None)})], ids=["some", "all"]
 )
 def test_the_command_trains_the_text_part_as_one_process(kinds, sp, layouts, tmp_path, monkeypatch, parity_table):
     """Two steps: losses and norms of the whole on one process, and the same weights put back."""

@@ -60,10 +60,7 @@ LAYOUTS = {  # (processes, flags)
     "ring × dp 2 on FSDP2": (4, RING),
     "ulysses × dp 2 on ZeRO-3": (4, ULYSSES),
 }
-CHECKPOINTING = {
-    "": [],
-    ", no checkpointing": ["--gradient_checkpointing", "False"],
-}
+CHECKPOINTING = {"": [], ", no checkpointing": ["--gradient_checkpointing", "False"]}
 FEW = {"ring on FSDP2": ("default",)}
 """What a plain pytest runs."""
 

@@ -28,10 +28,7 @@ SCALINGS = {  # flag, and the whole of config.json's rope_parameters
     "yarn": ("yarn:16", YARN | THETA),
     "yarn, attention factor": (json.dumps(YARN | {"attention_factor": 1.5}), YARN | {"attention_factor": 1.5} | THETA),
     "linear": ("linear:16", {"rope_type": "linear", "factor": 16.0} | THETA),
-    "llama3": (
-        "llama3:16",
-        YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0} | THETA,
-    ),
+    "llama3": ("llama3:16", YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0} | THETA),
 }
 BACKENDS = ("ring", "ulysses")
 
@@ -136,11 +133,7 @@ def test_an_adapter_has_its_base_models_positions_beside_it(sp, folder, tmp_path
     tokens = torch.tensor(documents[0][0])[None]
     log_probs = {
         name: model.eval()(tokens).logits.log_softmax(-1)
-        for name, model in {
-            "trained": adapt.model,
-            "loaded": loaded,
-            "as usual": as_usual,
-        }.items()
+        for name, model in {"trained": adapt.model, "loaded": loaded, "as usual": as_usual}.items()
     }
     torch.testing.assert_close(log_probs["loaded"], log_probs["trained"], rtol=1e-4, atol=1e-4)  # as losses after steps
     assert (log_probs["as usual"] - log_probs["trained"]).abs().max() > 1e-2
@@ -292,11 +285,7 @@ CONTEXTS = {  # model type, keys of its config.json, context
     ),
     "Phi-3 128k": (
         "phi3",
-        {
-            "max_position_embeddings": 131072,
-            "original_max_position_embeddings": 4096,
-            "rope_parameters": LONG_ROPE,
-        },
+        {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rope_parameters": LONG_ROPE},
         131072,
     ),
     "linear": ("llama", {"max_position_embeddings": 16384, "rope_scaling": {"type": "linear", "factor": 4.0}}, 16384),

@@ -105,10 +105,7 @@ def test_saved_folder_loads_with_the_auto_classes(tmp_path) -> None:
     model, tokenizer = tiny_model(), tiny_tokenizer()
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    again, tokenizer_again = (
-        AutoModelForCausalLM.from_pretrained(tmp_path),
-        AutoTokenizer.from_pretrained(tmp_path),
-    )
+    again, tokenizer_again = (AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path))
     assert _checksum(again) == _checksum(model)
     assert tokenizer_again.get_vocab() == tokenizer.get_vocab()
     assert tokenizer_again.chat_template == tokenizer.chat_template

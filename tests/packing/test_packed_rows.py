@@ -12,15 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.packing import (
-    PackedDataset,
-    Packing,
-    one_per_bin,
-    pack,
-    pack_dataset,
-    plan_packing,
-    read_lengths,
-)
+from longctx.packing import PackedDataset, Packing, one_per_bin, pack, pack_dataset, plan_packing, read_lengths
 from tests.packing.test_packing import any_length, pieces_of
 
 # Rows out of Arrow

@@ -7,18 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.packing import (
-    Packing,
-    lower_bound,
-    one_per_bin,
-    pack,
-    plan_packing,
-)
+from longctx.packing import Packing, lower_bound, one_per_bin, pack, plan_packing
 
 CAPACITIES = st.one_of(
-    st.just(1),
-    st.integers(1, 8).flatmap(lambda n: st.sampled_from([2**n - 1, 2**n, 2**n + 1])),
-    st.integers(1, 300),
+    st.just(1), st.integers(1, 8).flatmap(lambda n: st.sampled_from([2**n - 1, 2**n, 2**n + 1])), st.integers(1, 300)
 )
 
 

@@ -242,10 +242,7 @@ def work_while_another_waits(folder):
 
 @pytest.mark.long
 def test_a_rank_that_waits_in_a_meeting_does_not_hang(tmp_path):
-    assert run_ranks(2, f"{__name__}:work_while_another_waits", str(tmp_path)) == [
-        ([], False),
-        (["rank-1.txt"], False),
-    ]
+    assert run_ranks(2, f"{__name__}:work_while_another_waits", str(tmp_path)) == [([], False), (["rank-1.txt"], False)]
 
 
 def many_places(folder):

@@ -212,10 +212,7 @@ FORGED = {
         _edit_json("trainer_state.json", log_history=[{"step": 1, "loss": "low"}]),
         "trainer_state.json is damaged: log_history has an entry",
     ),
-    "a log of numbers": (
-        _edit_json("trainer_state.json", log_history=[1]),
-        "trainer_state.json is damaged: ",
-    ),
+    "a log of numbers": (_edit_json("trainer_state.json", log_history=[1]), "trainer_state.json is damaged: "),
     "a log without steps": (
         _edit_json("trainer_state.json", log_history=[{"loss": 1.0}]),
         "trainer_state.json is damaged: 'step'",

@@ -74,10 +74,7 @@ LAYOUTS = {  # (processes, flags)
     "ulysses sp 2, packed": (2, [*ULYSSES, *PACKED, "--gradient_accumulation_steps", "9"]),
     "ring sp 2 × dp 2, packed": (4, ["--cp", "2", *PACKED, "--gradient_accumulation_steps", "4"]),
     "ring sp 4, packed": (4, ["--cp", "4", *PACKED, "--per_device_train_batch_size", "9"]),
-    "ulysses sp 2 × dp 2, packed": (
-        4,
-        [*ULYSSES, *PACKED, "--gradient_accumulation_steps", "4"],
-    ),
+    "ulysses sp 2 × dp 2, packed": (4, [*ULYSSES, *PACKED, "--gradient_accumulation_steps", "4"]),
     "no sp, packed": (1, [*PACKED, "--gradient_accumulation_steps", "9"]),
     "dp 2, one pack for two ranks": (2, ["--packing", "True"]),
     "gather sp 2, packed": (2, [*GATHER, *PACKED, "--per_device_train_batch_size", "9"]),

@@ -38,11 +38,7 @@ EITHER = {
 ON = {
     "ring on FSDP2": {
         "flags": ["--sp_backend", "ring", "--engine", "fsdp2"],
-        "cases": EITHER
-        | {
-            "parameters offloaded": offload("param"),
-            "longest, whole layers": [*LONGEST, *TILED],
-        },
+        "cases": EITHER | {"parameters offloaded": offload("param"), "longest, whole layers": [*LONGEST, *TILED]},
     },
     "ulysses on ZeRO-3": {
         "flags": ["--sp_backend", "ulysses", "--engine", "deepspeed"],

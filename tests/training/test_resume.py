@@ -132,14 +132,7 @@ def flags_of(layout, kind, data, models):
     flags = [*COMMON, *given, *KINDS[kind], "--dataset_name", data]
     if kind == "states on the host" or (kind == "written meanwhile" and "ZeRO" in layout):  # FSDP2: all or nothing
         flags += ["--offload_optimizer_device" if "ZeRO" in layout else "--offload_param_device", "cpu"]
-    flags += [
-        "--model_name_or_path",
-        models.get(kind, models["GQA 4:2"]),
-        "--max_length",
-        "160",
-        "--overlong",
-        "split",
-    ]
+    flags += ["--model_name_or_path", models.get(kind, models["GQA 4:2"]), "--max_length", "160", "--overlong", "split"]
     flags += ["--logging_steps", "2", "--gradient_accumulation_steps", str(4 * sp // processes)]
     if "stream" not in kind:
         flags += ["--train_sampling_strategy", "random"]
@@ -273,9 +266,7 @@ ADAPTERS = {
 }
 ENGINES = ["1 process", "ring on FSDP2", "ulysses on ZeRO-1", "ulysses on ZeRO-2", "ulysses on ZeRO-3"]
 EVERY_PAIR = list(itertools.product(ENGINES, ENGINES))
-SOME_PAIRS = {
-    "LoRA": [("ring on FSDP2", "ulysses on ZeRO-2"), ("ulysses on ZeRO-2", "ring on FSDP2")],
-}
+SOME_PAIRS = {"LoRA": [("ring on FSDP2", "ulysses on ZeRO-2"), ("ulysses on ZeRO-2", "ring on FSDP2")]}
 """What a plain pytest runs of them: either engine goes on from the other, on one process group."""
 
 

@@ -8,14 +8,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from longctx.layers.loss import fused_token_outputs
 from tests.reference import train_reference
-from tests.training.test_training import (
-    COMMON,
-    LEARNING_RATE,
-    STEPS,
-    check,
-    make_documents,
-    write_jsonl,
-)
+from tests.training.test_training import COMMON, LEARNING_RATE, STEPS, check, make_documents, write_jsonl
 from tests.workers import run_ranks
 
 SMOOTHING = 0.3

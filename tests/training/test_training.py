@@ -421,12 +421,7 @@ def test_the_example_of_the_trl_documentation(tmp_path):
     chats = [{"messages": turns * n} for n in range(1, 7)]
     write_lines(tmp_path / "Capybara.jsonl", chats)
     command = [str(Path(sys.executable).parent / "accelerate"), "launch"]
-    command += [
-        "--config_file",
-        str(
-            Path(__file__).parents[2] / "configs/alst_ulysses_4gpu.yaml",
-        ),
-    ]
+    command += ["--config_file", str(Path(__file__).parents[2] / "configs/alst_ulysses_4gpu.yaml")]
     command += ["-m", "longctx.train", "--model_name_or_path", "Qwen2-0.5B", "--dataset_name", "Capybara.jsonl"]
     command += ["--learning_rate", "2e-4", "--max_steps", "100", "--max_seq_length", "4096", "--packing"]
     command += ["--torch_dtype", "bfloat16", "--attn_implementation", "flash_attention_2"]

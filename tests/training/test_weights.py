@@ -25,10 +25,7 @@ from tests.workers import run_ranks
 
 SMALL = 40_000
 """Most bytes of a file, so that a small model has several."""
-ENGINES = {
-    "FSDP2": ["--sp", "2", "--sp_backend", "ring"],
-    "ZeRO-3": ["--sp", "2", "--sp_backend", "ulysses"],
-}
+ENGINES = {"FSDP2": ["--sp", "2", "--sp_backend", "ring"], "ZeRO-3": ["--sp", "2", "--sp_backend", "ulysses"]}
 ADAPTERS = {
     "LoRA": [],
     "DoRA": ["--use_dora", "True", "--lora_target_modules", "q_proj", "down_proj"],

@@ -18,12 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from longctx.upstream.accelerate_internals import fsdp1_ranges, without_wrappers
-from longctx.upstream.deepspeed_internals import (
-    copy_to_working_weights,
-    flat_range,
-    is_on_nvme,
-    is_zero,
-)
+from longctx.upstream.deepspeed_internals import copy_to_working_weights, flat_range, is_on_nvme, is_zero
 
 WEIGHT = "weight"
 """The kind of state that is the parameter as the optimizer updates it: ZeRO's fp32 copy if weights are bf16. Other
