@@ -324,9 +324,9 @@ def test_data_are_bounded_by_what_they_unpack_to_together(tmp_path, monkeypatch,
     ids=["lines", "array", "first"],
 )
 def test_json_is_bounded_by_what_it_unpacks_to(tmp_path, monkeypatch, text, place):
-    """12 MiB of empty lists are 270 MiB of objects: more than a process has free when it is forked from a test's."""
+    """36 MiB of empty lists are 800 MiB of objects: more than a process has free when it is forked from a test's."""
     path = tmp_path / "data.json"
-    path.write_text(text % f"[{','.join(['[]'] * (4 * MIB))}]")
+    path.write_text(text % f"[{','.join(['[]'] * (12 * MIB))}]")
     monkeypatch.setattr("longctx.data.json_records.RECORD_BOUNDS", Bounds(seconds=30, memory_bytes=16 * MIB))
     with pytest.raises(DataError, match=rf"data\.json{place}: the record cannot be read: .* 16 MiB of memory"):
         load_records(str(path))
