@@ -1,7 +1,9 @@
-"""Which of the long tests `.ci/run` takes: those of what has changed, and each day a seventh of the others.
+"""Which of the long tests `.ci/run` takes: those of what has changed, and each day a seventh of all.
 
-pytest -m long --touched HEAD~1      # of what has changed since a commit
-pytest -m long --seventh 3           # a seventh of all, another one for each number
+    pytest -m long --touched HEAD~1      # of what has changed since a commit
+    pytest -m long --seventh 3           # a seventh of all, another one for each number
+
+With both options, a test has to be selected by each of them.
 """
 
 from __future__ import annotations
@@ -25,13 +27,12 @@ def select(config, items) -> None:
     if commit is None and day is None:
         return
     places = None if commit is None else {*map(place_of_tests, changed_since(commit))}
-    chosen = [
-        item
-        for item in items
-        if (day is None or zlib.crc32(item.nodeid.encode()) % 7 == day % 7)
-        and (places is None or any(is_in(item.nodeid, place) for place in places))
-    ]
-    config.hook.pytest_deselected(items=[item for item in items if item not in {*chosen}])
+    chosen, others = [], []
+    for item in items:
+        has_turn = day is None or zlib.crc32(item.nodeid.encode()) % 7 == day % 7
+        is_touched = places is None or any(is_in(item.nodeid, place) for place in places)
+        (chosen if has_turn and is_touched else others).append(item)
+    config.hook.pytest_deselected(items=others)
     items[:] = chosen
 
 
