@@ -10,6 +10,8 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,27 +106,25 @@ def _plan(options: argparse.Namespace, settings: Settings) -> int:
     plan = Plan(settings, machine, options.gpus, options.lengths, documents, documents_file=file)
     page = options.html or (options.output and options.output / "plan.html")
     for folder in filter(None, (options.output, page and page.parent)):
-        _write(folder)  # before planning takes seconds
+        with _writing(folder):  # before planning takes seconds
+            folder.mkdir(parents=True, exist_ok=True)
     values = f"{json.dumps(as_json(plan), indent=1)}\n" if options.json or options.output else ""
     text = f"{as_text(plan, page)}\n"
     print(values if options.json else text, end="")
-    files = {}
-    if options.output is not None:
-        files = {options.output / "plan.json": values, options.output / "plan.md": text}
+    files = {options.output / "plan.json": values, options.output / "plan.md": text} if options.output else {}
     if page is not None:
         files[page] = page_of(plan)
     for path, content in files.items():
-        _write(path, content)
+        with _writing(path):
+            path.write_text(content, encoding="utf-8")
     return 1 if plan.best(plan.length) is None else 0
 
 
-def _write(path: Path, content: str | None = None) -> None:
-    """Write a file; without content, make a folder."""
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Refuse a file or folder that the body cannot write."""
     try:
-        if content is None:
-            path.mkdir(parents=True, exist_ok=True)
-        else:
-            path.write_text(content, encoding="utf-8")
+        yield
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}. Name another one.") from error
 
