@@ -99,7 +99,7 @@ def run_group(
     receiver, sender = multiprocessing.Pipe(duplex=False)
     context = multiprocessing.get_context("forkserver")
     with private_folder() as meeting:
-        variables = dict(environment) | (store_file(meeting) if processes > 1 else _ALONE)
+        variables = {**environment, "TMPDIR": str(meeting), **(store_file(meeting) if processes > 1 else _ALONE)}
         arguments = (processes, function, argument, variables, str(folder), grace, sender)
         leader = context.Process(target=_lead, args=arguments)
         leader.start()
@@ -257,7 +257,7 @@ def _be_rank(
     _end_with(leader)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(processes)}
-    tempfile.tempdir = folder
+    tempfile.tempdir = None  # what TMPDIR says, and not what the server found
     output = os.open(Path(folder, f"{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -37,8 +37,9 @@ def select(config, items) -> None:
 
 
 def changed_since(commit: str) -> list[str]:
-    """Return the files that differ from those of a commit, as paths within the repository."""
-    found = subprocess.run(["git", "diff", "--name-only", commit], cwd=ROOT, capture_output=True, text=True, check=True)
+    """Return the Python files that differ from those of a commit, as paths within the repository."""
+    command = ["git", "diff", "--name-only", commit, "--", "*.py"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return found.stdout.splitlines()
 
 

@@ -254,10 +254,11 @@ def test_a_real_sweep_is_compared_with_trl_cut_and_continued(tmp_path) -> None:
 
     code, _, error = bench("--minutes", "0.0001")
     assert (code, "time is up" in error) == (3, True), error[-2000:]
-    code, printed, error = bench("--minutes", "9")
+    code, printed, error = bench("--minutes", "60")  # of a busy machine it expects seconds that are squared
     assert code == 0, error[-2000:]
     ours, *trl = [[c.strip() for c in row.split(" | ")] for row in printed.splitlines() if row[:2] == "| "][2:]
     assert [row[0] for row in trl] == ["| TRL ring", "| TRL ulysses"]
-    assert abs(float(ours[8])) < 1e-6  # of fp32: two units in the last place
-    assert abs(float(ours[9])) < 1e-5
-    assert (trl[0][8], trl[0][9]) == ("reference", "reference")
+    loss, norm = (float(part.split()[1]) for part in ours[8].split(", "))
+    assert abs(loss) < 1e-6  # of fp32: two units in the last place
+    assert abs(norm) < 1e-5
+    assert trl[0][8] == "reference"
