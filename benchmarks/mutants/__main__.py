@@ -2,7 +2,7 @@
 
     python -m benchmarks.mutants --list                        # what there is
     python -m benchmarks.mutants --only "large scores"         # one class
-    python -m benchmarks.mutants --output benchmarks/results/mutants_2026-11-23.md
+    python -m benchmarks.mutants --output benchmarks/results/mutants_2026-11-29.md
 
 Each mutant of the list (`benchmarks/mutants/*.toml`) is planted in a copy of the repository, and the tests that could
 notice it are run there until one fails. The same tests must pass without it. A mutant is *killed* when a test fails or

@@ -98,18 +98,18 @@ def test_training_goes_on_while_a_checkpoint_is_written(before, tmp_path, monkey
     """The write waits until a step after the one that it saves has been logged, and holds what was there before it."""
     flags, folder, expected = before
     logged, waited = {}, []
-    place, log = saving.take_place, SequenceTrainer.log
+    gathered, log = saving.gathered_on_first, SequenceTrainer.log
 
-    def take_place(unfinished, target):
-        step = int(target.name.removeprefix("checkpoint-"))
+    def gathered_later(write, channel):
+        step = 2 * len(waited) + 2
         waited.append(step == 4 or logged.setdefault(step + 1, threading.Event()).wait(60))
-        place(unfinished, target)
+        return gathered(write, channel)
 
     def log_and_tell(trainer, logs, start_time=None):
         log(trainer, logs, start_time)
         logged.setdefault(trainer.state.global_step, threading.Event()).set()
 
-    monkeypatch.setattr(saving, "take_place", take_place)
+    monkeypatch.setattr(saving, "gathered_on_first", gathered_later)
     monkeypatch.setattr(SequenceTrainer, "log", log_and_tell)
     more = ["--save_total_limit", "3", "--save_async", "True"]
     log_of([*flags, *more, "--output_dir", str(tmp_path / "out")])
