@@ -301,14 +301,14 @@ class SequenceParallel:
         Returns:
             [documents] or [documents, n], padding included as documents.
         """
-        number = int(layout.document_of_token[-1]) + 1
+        number = int(layout.answer_of_token[-1]) + 1
         sums = values.new_zeros(number, *values.shape[2:], dtype=torch.float64)
         sums = sums.index_add(0, self.documents_of_tokens(layout).to(values.device), values[0].double())
         return sums if self.groups.sequence is None else all_reduce(sums, self.groups.sequence)
 
     def documents_of_tokens(self, layout: Layout) -> Tensor:
         """Return int64 [T/P]: for each token of this rank, the index of its document, as `Layout` counts them."""
-        document = torch.from_numpy(layout.document_of_token)[None]
+        document = torch.from_numpy(layout.answer_of_token)[None]
         return send(shard_tokens(document, layout, self.dims.sp_rank(self.rank))[0], self.device)
 
     count_policy_step = count_policy_step

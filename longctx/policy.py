@@ -165,7 +165,7 @@ class _Documents(NamedTuple):
     def of_batch(cls, batch: Mapping[str, Any], layout: Layout) -> _Documents:
         learnt = batch["labels"].flatten().cpu() != IGNORE_INDEX
         learnt[layout.cu_seqlens[:-1]] = False
-        document = torch.from_numpy(layout.document_of_token)
+        document = torch.from_numpy(layout.answer_of_token)
         label_tokens = torch.zeros(len(layout.is_padding), dtype=torch.int64).index_add_(0, document, learnt.long())
         return cls(label_tokens, torch.from_numpy(padding_documents(batch, layout)))
 

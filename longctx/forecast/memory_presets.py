@@ -139,7 +139,8 @@ def _possible(memory: str, asked: Mapping[str, Any], shape: RunShape, local_toke
     left_out = {*never_whole} if chunks or "sequence_chunk_size" in asked else {"sequence_chunk_size"}
     if asked.get("activation_checkpointing") is False:
         left_out |= {"selective"}
-    if shape.engine_name == "fsdp1" or shape.compiled or "tiled_mlp_num_shards" in asked:
+    is_fsdp1 = shape.engine_name == "fsdp1"
+    if is_fsdp1 or shape.compiled or "tiled_mlp_num_shards" in asked or not shape.model.has_mlps:
         left_out.add("tiled_mlp")
     if shape.engine_name != "deepspeed":
         left_out |= {"offload_optimizer_device", "small_buckets"}
@@ -191,6 +192,8 @@ def check_support(asked: Mapping[str, Any], shape: RunShape) -> None:
         raise ValueError(
             f"--sequence_chunk_size {asked['sequence_chunk_size']}: this model's {obstacle}. Leave it out."
         )
+    if not shape.model.has_mlps and _num_shards(asked) is not None:
+        raise ValueError("--tiled_mlp: no layer of this model has an MLP. Leave it out.")
     if asked.get("overlap_exchange") and shape.ulysses == 1:
         raise ValueError(
             "--overlap_exchange True: no ranks of this run exchange tokens for heads. Use --sp_backend ulysses or "

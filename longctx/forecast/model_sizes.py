@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from longctx.layers.tiled_mlp import find_mlps
 from longctx.model.allow_list import head_size, is_latent, num_heads
 from longctx.model.branches import chunk_obstacle
 from longctx.model.files import without_weights
@@ -47,6 +48,8 @@ class ModelSizes:
     """The sizes of a recurrent layer, or None for a model without such layers."""
     chunk_obstacle: str | None = None
     """What `longctx.model.branches.chunk_obstacle` says of the model."""
+    has_mlps: bool = True
+    """Whether layers have MLPs, which `tiled_mlp` could cut."""
     num_recurrent_layers: int = 0
     num_attention_layers: int | None = None
     """Layers with attention; None means all."""
@@ -108,6 +111,7 @@ class ModelSizes:
             head_size=head_size(config),
             recurrent=recurrent_sizes(config),
             chunk_obstacle=chunk_obstacle(config),
+            has_mlps=any(True for _ in find_mlps(model)),
             num_recurrent_layers=recurrent,
             num_attention_layers=num_mixing_layers(config) - recurrent if recurrent else None,
             norm_width=max(width for width, _ in norms),

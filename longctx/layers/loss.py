@@ -1,4 +1,6 @@
-"""The loss: a rank's sum over its tokens, times the world size, over the label tokens of the whole optimizer step.
+"""The loss: each rank returns the sum over its tokens × world size / label tokens of the whole optimizer step.
+
+An engine averages over all ranks, which gives the mean over all label tokens of the step.
 
 The head's logits exist for a tile of tokens at a time. Shape legend: S tokens of this rank, h their hidden size, V the
 vocabulary, t tokens of a tile.
@@ -111,9 +113,9 @@ def fused_token_outputs(
 ) -> TokenOutputs:
     """Head and cross-entropy in one, without logits [S, V].
 
-    The losses' gradients are made together with them, from the same logits, as if each token's upstream gradient
-    were 1, and backward multiplies by the one factor that a sum over tokens has: three products of h · V a token
-    where computing the logits again takes four, and hidden states are read once. Where tokens are weighted one by
+    The forward pass also computes the gradients, from the same logits, for an upstream gradient of 1, and the backward
+    pass multiplies them by the one factor that a sum over tokens has. This takes three products of h · V a token where
+    computing the logits again takes four, and reads hidden states once. Where tokens are weighted one by
     one, backward does compute them again. No rank waits for another in here, so that ranks may differ in how many of
     their tokens are learnt; only those are projected.
 

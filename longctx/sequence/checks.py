@@ -54,7 +54,7 @@ def _of_ranks(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 class StepCounts:
     """The message of an optimizer step: counts of each sequence group, and a digest of its ranks' micro-batches.
 
-    It is one maximum over all ranks on the host, which travels while the device works on the step before.
+    It is one MAX all-reduce of host tensors, which travels while the device works on the step before.
 
     Args:
         layouts: of this rank's micro-batches, which the ranks of a sequence group share.

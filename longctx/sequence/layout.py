@@ -204,11 +204,11 @@ class Layout:
 
     @property
     def answers(self) -> NDArray[np.int64]:
-        """int64 [m]: each segment's number among those that are no trunk. A trunk has that of its first branch."""
+        """int64 [m]: segments are numbered without trunks, and a trunk has the number of its first branch."""
         return np.cumsum(self.kind != TRUNK) - (self.kind != TRUNK)
 
     @property
-    def document_of_token(self) -> NDArray[np.int64]:
+    def answer_of_token(self) -> NDArray[np.int64]:
         """int64 [T]: the number of each token's answer, as in `answers`."""
         return np.repeat(self.answers, np.diff(self.bounds))
 
@@ -238,8 +238,8 @@ class Layout:
     def work(self, sp_rank: int) -> float:
         """Return the query-key pairs that a rank computes, padding included.
 
-        With branches, a rank of a ring is taken to compute the same share of the pairs as in the plan, which counts a
-        branching document as one causal document.
+        With branches it is an estimate: the rank's share of the ring's plan, which counts a branching document as one
+        causal document, times the pairs that there really are.
         """
         documents, lengths = np.diff(self.cu_seqlens), np.diff(self.bounds)
         planned = int((documents * (documents + 1) // 2).sum())
@@ -250,7 +250,7 @@ class Layout:
         return float(self.plan.area_per_rank[sp_rank // self.ulysses]) / self.ulysses * (pairs / planned)
 
     def spread(self, dims: ParallelDims, time_of: TimeOfPlan | None = None) -> Layout:
-        """Return the layout with the decision which rank of a sequence group holds which token.
+        """Decide which rank of a sequence group holds each token, and return a layout that records it.
 
         With a ring of at least two ranks, `plan_ring` puts the tokens into another order; otherwise they keep theirs.
         Rank r of the P ranks then holds the r-th of P equal slices. A layout that is spread already stays as it is.

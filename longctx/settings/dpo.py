@@ -31,7 +31,7 @@ _ROWS = (
     Flag("loss_type", TEXTS, ("sigmoid",),
          "sigmoid, ipo, simpo, sft, …. Several losses are added up with --loss_weights.", common=True,
          group="Preferences", values=LOSSES, resume="same",
-         reason="aot would depend on how pairs are spread over batches, and others are not built"),
+         reason="aot would depend on how pairs are spread over batches, and others are not implemented"),
     Flag("loss_weights", FLOATS, None, "Weight of each of several losses. Give one number for each of --loss_type.",
          common=True, group="Preferences", default_is="1 each", resume="same"),
     Flag("beta", FLOAT, 0.1, "How far the model may move from the reference. A larger value keeps it closer.",

@@ -230,7 +230,7 @@ _ROWS = (
         Flag("loss_type", TEXT, "nll",
              "Loss of each token: nll (negative log-likelihood), of which chunked_nll is an older name.",
              values=("nll", "chunked_nll"),
-             reason="losses of preferences are those of longctx dpo, and others are not built"),
+             reason="losses of preferences are those of longctx dpo, and others are not implemented"),
         Flag("label_smoothing_factor", FLOAT, 0.0,
              "Share of each target's probability that is spread over the vocabulary, from 0 to 1.", least=0, most=1,
              resume="same"),

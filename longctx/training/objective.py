@@ -75,7 +75,7 @@ class Objective:
         return self.sequence.reduce(terms, counts)
 
     def means(self, totals: Mapping[str, float]) -> Metrics:
-        """Return metrics by name from the totals of `sums`, which take the place of those that every method has."""
+        """Return metrics from the totals of `sums`; they replace those of the same name that every method has."""
         return {}
 
     def prepare(self, trainer: Any, model: Any) -> None:

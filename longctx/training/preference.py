@@ -158,7 +158,7 @@ class PairsOfBatch(NamedTuple):
     equal: Tensor
     """bool [n]: pairs of equal answers, of which rounding alone would prefer one."""
     weights: Tensor | None
-    """fp32 [1, T/P]: of the log-probability of this rank's labels, each at the token before it; None if all are 1."""
+    """fp32 [1, T/P]: the weight of each label's log-probability, at the token that predicts it; None if all are 1."""
 
 
 class PreferenceLoss(Objective):

@@ -20,6 +20,7 @@ from benchmarks.differential.shrink import shrink
 from benchmarks.differential.space import NOT_OF_PAIRS, VALUES, Case, draw
 from benchmarks.differential.values import PREFERENCES
 from benchmarks.ranks import start_server
+from tests.few import few
 from tests.planted_bug import divide_by_one_more, never_start
 
 TIMEOUT = 200
@@ -49,7 +50,7 @@ def test_every_value_of_the_covering_set_survives_beside_all_others():
             assert any(all(getattr(case, key) == value for key, value in m.items()) for m in kept), (axis, name)
 
 
-@pytest.mark.parametrize("model", VALUES["model"])
+@pytest.mark.parametrize("model", few(VALUES["model"], 12))
 def test_every_model_has_sizes_that_fit(model, tmp_path):
     """Otherwise, the fuzzer would skip all of its cases and report that there is no model."""
     make_model(Case(model=model), tmp_path / "model")

@@ -176,6 +176,7 @@ def _rows(first: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "template", [pytest.param(name, marks=() if name == "llama3_2" else pytest.mark.long) for name in TEMPLATES]
 )

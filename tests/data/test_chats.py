@@ -16,6 +16,7 @@ from longctx.data.tokenize import choose_encoder
 from longctx.model.tiny import tiny_tokenizer
 from tests.data.chat_shapes import TOOL
 from tests.data.test_data import _tokenize_error
+from tests.few import few
 from tests.jsonl import write_lines
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -146,7 +147,7 @@ AS_MESSAGES = [
 ]
 
 
-@pytest.mark.parametrize("template", ["qwen2_5", "chatml", "qwen3"])
+@pytest.mark.parametrize("template", few(["qwen2_5", "chatml", "qwen3"], 1))
 @pytest.mark.parametrize("options", [{}, {"assistant_only_loss": True}])
 def test_sharegpt_equals_the_same_chat_in_messages(template, options) -> None:
     for records in (

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from longctx.data import DataError, load_records, tokenize_records
 from longctx.model.tiny import tiny_tokenizer
+from tests.few import few
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 TOKENIZER = tiny_tokenizer()
@@ -159,7 +160,7 @@ def test_a_truncated_json_file_is_refused(tmp_path, lines, is_array, data):
     assert found == [text_of(line) for line in cut.split(b"\n") if line] if complete and cut else str(path) in found
 
 
-@pytest.mark.parametrize("column", ["text", "body", "messages", "tools", "input_ids"])
+@pytest.mark.parametrize("column", few(["text", "messages", "body", "tools", "input_ids"], 2))
 def test_nesting_of_any_depth(tmp_path, column):
     """Wherever Python or Arrow gives up on nested lists, in reading, checking, storing or tokenising."""
     for depth in (20, 100, 300, 600, *range(840, 1000, 10)):

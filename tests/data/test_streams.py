@@ -33,6 +33,7 @@ from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
 from longctx.run.preparation import read_tokenizer
 from tests.data.test_data import CHATS, TEXTS, VOCAB_SIZE, _error, _load_error
 from tests.data.test_tokens import CASES
+from tests.few import few
 from tests.jsonl import write_lines
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -55,7 +56,7 @@ def _lists(documents) -> list[dict[str, list[int]]]:
 @pytest.mark.parametrize(
     "suffix", [".jsonl", ".parquet", *(pytest.param(suffix, marks=pytest.mark.long) for suffix in (".arrow", ""))]
 )
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(CASES, 4))
 def test_a_stream_gives_the_documents_of_the_data_set(name, suffix, tmp_path, tokenizer) -> None:
     records, options = CASES[name]
     path = tmp_path / f"records{suffix}"

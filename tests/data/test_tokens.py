@@ -13,6 +13,7 @@ from datasets import Dataset
 from longctx.data import load_records, tokenize_records
 from longctx.model.tiny import tiny_model, tiny_tokenizer
 from tests.data.test_data import CHATS, PAIRS, TEXTS, VOCAB_SIZE, _tokenize_error
+from tests.few import few
 from tests.jsonl import write_lines
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -174,7 +175,7 @@ def _give_template(name: str, tokenizer, monkeypatch) -> None:
 @pytest.mark.parametrize("assistant_only", [True, False])
 @pytest.mark.parametrize(
     "template",
-    [name if name in ("qwen3", "marked") else pytest.param(name, marks=pytest.mark.long) for name in TEMPLATES],
+    few(TEMPLATES, ["marked"]),
 )
 def test_real_templates_give_trls_tokens_and_labels(template, assistant_only, tokenizer, trl_prepare, monkeypatch):
     _give_template(template, tokenizer, monkeypatch)

@@ -16,6 +16,7 @@ import pytest
 
 from longctx.data import DataError, load_records, record_place, stream_records, tokenize_records, tokenize_stream
 from tests.data.test_data_fuzz import TOKENIZER, documents_in, table_bytes, write
+from tests.few import few
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -201,7 +202,7 @@ def test_it_is_read_right_or_named(tmp_path, name):
             assert re.match(re.escape(str(path)) + expected, str(found)), found
 
 
-@pytest.mark.parametrize("number", ["3.141592653589793", "-0.0", "1e22", "1E-30", str(2**70), "null"])
+@pytest.mark.parametrize("number", few(["3.141592653589793", str(2**70), "-0.0", "1e22", "1E-30", "null"], 2))
 def test_templates_see_what_is_written(tmp_path, number):
     """To the last digit, whether records are cached or streamed, and no key that only another record has."""
     template = "{% for m in messages %}{{ m }}{% endfor %}"

@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig
 
 import longctx.sequence.host_tensors
 from benchmarks.shapes import shape_of
 from longctx.attention.kernels import Entries
 from longctx.attention.operator import selective_checkpoint_contexts, varlen_attention
-from longctx.forecast.memory_presets import PRESETS
+from longctx.forecast.memory_presets import PRESETS, with_options
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.machine.here import available_host_memory
 from longctx.model.tiny import tiny_config
@@ -31,6 +32,7 @@ from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.training.engines import configure_deepspeed, set_up_allocators
 from longctx.upstream.accelerate_internals import configure_fsdp
+from tests.model.test_models import NEMOTRON_H, make_model
 
 TINY = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib", "--max_length", "4096", "--use_cpu", "True"]
 TINY += ["--per_device_train_batch_size", "1"]
@@ -110,6 +112,18 @@ def test_longest_prefers_the_sequence_chunked_step_where_heads_allow(models):
         64,
         None,
     )
+
+
+def test_a_model_without_mlps_has_no_tiles():
+    """Kimi's and Nemotron's layers may all be attention or recurrent ones."""
+    shape = shape_of(ModelSizes.of_model(make_model("nemotron_h, no experts")))
+    assert with_options(shape, "longest", {}, 64).options.tiled_mlp_num_shards == 0
+    mixers = AutoConfig.for_model("nemotron_h", **NEMOTRON_H | {"layers_block_type": ["linear_attention"] * 2})
+    shape = replace(shape, model=ModelSizes.of_config(mixers))
+    assert with_options(shape, "longest", {}, 64).options.tiled_mlp_num_shards is None
+    for flag in ("tiled_mlp", "tiled_mlp_num_shards"):
+        with pytest.raises(ValueError, match="no layer of this model has an MLP"):
+            with_options(shape, "balanced", {flag: 1}, 64)
 
 
 def test_every_preset_sets_memory_options_that_there_are():

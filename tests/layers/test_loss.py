@@ -17,6 +17,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 import longctx.layers.loss
 from longctx.layers.loss import TILE_BYTES, UNSCALED, LogitScaling, TokenOutputs, fuse_head, fused_token_outputs
+from tests.few import few
 from tests.model.test_models import (
     FAMILIES,
     LENGTHS,
@@ -284,7 +285,7 @@ def compare_with_stock(family, **memory_options):
     assert largest_error(gradients(model), expected_gradients) <= tolerance(family)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(FAMILIES))
 def test_head_of_every_family_equals_stock_transformers(family):
     """Which scales its logits in its own way."""
     compare_with_stock(family)

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 from longctx.layers import tiled_mlp
 from longctx.layers.chunked.tiles import tile_tokens
 from longctx.layers.tiled_mlp import find_mlps, install_tiled_mlp
+from tests.few import few
 from tests.model.test_models import FAMILIES, make_model
 from tests.model.test_peft import Adapt
 from tests.reference import train_reference
@@ -46,7 +47,7 @@ OTHER_NUMBERS = {
 """A shared MLP beside the experts of each of two layers, and four layers of which two are MLPs."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(FAMILIES))
 def test_every_model_s_mlps_are_found_and_give_the_same(family):
     model = make_model(family)
     generator = torch.Generator().manual_seed(0)
@@ -67,7 +68,7 @@ def test_every_model_s_mlps_are_found_and_give_the_same(family):
     assert max(lengths) <= 7
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(FAMILIES))
 def test_every_model_with_its_norms_in_tiles_too_gives_the_same(family):
     """Dense attention over one document, so that nothing but tiles differs."""
     ids, logits, gradients = torch.arange(2, 34)[None], [], []

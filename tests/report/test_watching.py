@@ -179,6 +179,7 @@ def numbers(folder):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.skipif("tensorboard" not in DASHBOARDS, reason="the tensorboard extra")
 def test_tensorboard_has_the_curves_of_the_log(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -21,6 +21,7 @@ from longctx.model.card import TrainedModel
 from longctx.model.load import load_config
 from longctx.model.tiny import tiny_config, tiny_model
 from longctx.settings.read import parse_flags
+from tests.few import few
 from tests.jsonl import write_lines
 from tests.model.test_multimodal import save_whole
 from tests.small_model import save_with_tokenizer
@@ -75,7 +76,7 @@ def lines_of(printed):
     return {line[:10].strip(): line[10:] for line in after}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, ["whole", "LoRA"]))
 def test_what_a_run_prints_at_its_end_loads_its_model(kind, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     model, flags, expected = KINDS[kind]

@@ -35,6 +35,7 @@ def losses(log):
 
 
 @pytest.mark.long
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_ranks_stop_after_the_same_step(layout, models, tmp_path):
     """As one process does; and a run that went on from a checkpoint counts on."""

@@ -100,6 +100,7 @@ def run_cases(cases):
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cases", [FEW, pytest.param(list(every_case()), marks=pytest.mark.long)], ids=["some", "all"])
 def test_every_model_type_trains_and_is_saved_as_on_one_process(cases, tmp_path, parity_table):
     documents = make_documents(LENGTHS)

@@ -19,6 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from longctx.model.tiny import tiny_model
 from longctx.training.checkpoint import saving, weights
+from tests.few import few
 from tests.training.test_engines_of_models import MODELS
 from tests.training.test_training import COMMON, logs_of_cases, make_documents, write_jsonl
 from tests.workers import run_ranks
@@ -132,7 +133,7 @@ def test_weights_that_are_converted_are_ranges_as_well(tmp_path):
     assert not names - kept & stored.keys()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", few(ENGINES, 1))
 def test_of_an_adapter_nothing_else_is_gathered(engine, models, tmp_path):
     """The file has PEFT's own names, and the values that the states hold, also after an evaluation."""
     flags = ["--use_peft", "True", "--dataset_test_split", "train", *ENGINES[engine]]
