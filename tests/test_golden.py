@@ -7,18 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.few import few
 from tests.golden import GROUPS
 from tests.golden.compare import differences, recorded, values_of
 from tests.golden.counts import LIBRARIES
 
 ROOT = Path(__file__).parents[1]
-OF_A_STEP = ("counts", "training")
-"""Groups of which a plain pytest compares the quick part."""
 
 
-@pytest.mark.parametrize(
-    "group", [*OF_A_STEP, *(pytest.param(group, marks=pytest.mark.long) for group in GROUPS if group not in OF_A_STEP)]
-)
+@pytest.mark.parametrize("group", few(GROUPS, ["counts", "training"]))
 def test_the_quick_part_is_as_recorded(group) -> None:
     now = values_of(group, quick=True)
     assert now, f"{group} has no quick part"

@@ -14,6 +14,7 @@ from longctx.ring import plan_ring, ring_attention
 from longctx.ring.attention import ring_schedule
 from longctx.sequence.batch import PLAIN, AttentionKind
 from longctx.ulysses.attention import scheduled_attention, ulysses_attention
+from tests.few import few
 from tests.workers import run_ranks
 
 HEADS = {"MHA": (4, 4), "GQA": (8, 2), "MQA": (4, 1)}
@@ -298,7 +299,7 @@ def bf16_errors():
     return ratios
 
 
-@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (4, 8))])
+@pytest.mark.parametrize("world_size", few([2, 4, 8], 1))
 def test_bf16_errors_are_those_of_one_process(world_size):
     """Sums over blocks are kept in fp32, so that only the rounding of inputs and outputs is left."""
     ratios = run_ranks(world_size, f"{__name__}:bf16_errors")[0]

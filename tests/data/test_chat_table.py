@@ -19,6 +19,7 @@ from longctx.data.chat import turns_template
 from longctx.data.tokenize import choose_encoder
 from tests.data.chat_shapes import MASKED_TURNS, SHAPES, TURNS_BY_HAND, Learnt, Shape, trl, trl_by_hand
 from tests.data.test_chats import _tokenizer
+from tests.few import few
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "chats.md"
 START, END = "<!-- tables of tests.data.test_chat_table -->", "<!-- end of the tables -->"
@@ -177,9 +178,7 @@ def _rows(first: str) -> list[list[str]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "template", [pytest.param(name, marks=() if name == "llama3_2" else pytest.mark.long) for name in TEMPLATES]
-)
+@pytest.mark.parametrize("template", few(TEMPLATES, ["llama3_2"]))
 def test_tokens_and_masks_of_chats_are_those_of_the_page(template) -> None:
     place = list(TEMPLATES).index(template)
     expected = {row[0]: row[1 + place] for row in _rows("shape")}

@@ -53,9 +53,7 @@ def _lists(documents) -> list[dict[str, list[int]]]:
     return [{name: [int(token) for token in tokens] for name, tokens in document.items()} for document in documents]
 
 
-@pytest.mark.parametrize(
-    "suffix", [".jsonl", ".parquet", *(pytest.param(suffix, marks=pytest.mark.long) for suffix in (".arrow", ""))]
-)
+@pytest.mark.parametrize("suffix", few([".jsonl", ".parquet", ".arrow", ""], 2))
 @pytest.mark.parametrize("name", few(CASES, 4))
 def test_a_stream_gives_the_documents_of_the_data_set(name, suffix, tmp_path, tokenizer) -> None:
     records, options = CASES[name]

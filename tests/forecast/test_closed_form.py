@@ -35,6 +35,7 @@ from longctx.forecast.documents import one_pair
 from longctx.forecast.memory import GB, PROCESS_BYTES
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.machine.here import Machine
+from tests.few import few
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -277,9 +278,7 @@ def _traced(settings: dict[str, Any], memory_options: dict[str, Any]) -> dict[st
 IN_BRIEF = ("ulysses 8", "ring 8", "four norms a layer")
 
 
-@pytest.mark.parametrize(
-    "case", [case if case in IN_BRIEF else pytest.param(case, marks=pytest.mark.long) for case in TRACES]
-)
+@pytest.mark.parametrize("case", few(TRACES, IN_BRIEF))
 def test_prediction_is_near_a_trace(case: str) -> None:
     """To 15%: formulas count what is large. The optimizer's step, without activations, is no part of either."""
     config, given, memory_options = TRACES[case]

@@ -20,6 +20,7 @@ from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.search import A_TIE, Choice, _Candidate, ranked, search
 from longctx.forecast.shape import ONE_DEVICE, RunShape
 from longctx.machine.here import Machine
+from tests.few import few
 
 CONFIG = CONFIGS["Qwen/Qwen3-8B"]
 MACHINE = Machine.of("H100", 8, "flash-attn 3")
@@ -256,7 +257,7 @@ KEPT = {
 TRACED = "whole 5, offloaded 2, tiles"
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != TRACED)) for name in KEPT])
+@pytest.mark.parametrize("name", few(KEPT, [TRACED]))
 def test_layers_that_differ_take_what_a_trace_of_the_step_has(name) -> None:
     """To 5%, the goal for combinations that the search can choose, on two ranks."""
     config = copy.deepcopy(CONFIG)

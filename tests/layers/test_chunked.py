@@ -22,6 +22,7 @@ from longctx.layers.chunked.tiles import check_one_thread
 from longctx.model.allow_list import RECURRENT_MODELS
 from longctx.model.tiny import tiny_config, tiny_model
 from longctx.sequence.batch import PLAIN, AttentionKind
+from tests.few import few
 from tests.model.test_models import (
     FAMILIES,
     SHARED_KEYS,
@@ -202,9 +203,7 @@ def splittable() -> list[str]:
 
 @pytest.mark.parametrize("keep_attention", [False, True, ON_DEVICE])
 @pytest.mark.parametrize("size", [5, 100])
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=[] if f in DEFAULT_FAMILIES else pytest.mark.long) for f in splittable()]
-)
+@pytest.mark.parametrize("family", few(splittable(), DEFAULT_FAMILIES))
 def test_every_family_in_chunks_equals_stock_transformers(family, size, keep_attention):
     errors = chunked_errors(family, 1, size, keep_attention)
     assert max(errors.values()) <= TOLERANCE, errors

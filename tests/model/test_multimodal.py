@@ -21,6 +21,7 @@ from longctx.model.tiny import tiny_tokenizer
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
+from tests.few import few
 from tests.model.more_families import GEMMA4, LFM3, LLAMA4
 from tests.model.test_families import documents_loss
 from tests.model.test_models import (
@@ -79,7 +80,7 @@ KINDS = {
 KINDS |= {f"llava of {part}": ("llava", part) for part in MULTIMODAL_MODELS["llava"] if part != KINDS["llava"][1]}
 KINDS |= {"glm46v of experts": ("glm46v", "glm4v_moe_text"), "gemma3, head of its own": ("gemma3", "gemma3_text")}
 BY_DEFAULT = ("gemma3", "qwen3_vl_moe")
-EACH = [pytest.param(kind, marks=[] if kind in BY_DEFAULT else pytest.mark.long) for kind in KINDS]
+EACH = few(KINDS, BY_DEFAULT)
 
 
 def make_whole(kind):
@@ -327,9 +328,7 @@ def test_other_multimodal_models_are_refused_by_name(model_type):
         check_model(CONFIG_MAPPING[model_type]())
 
 
-@pytest.mark.parametrize(
-    "kind", ["gemma3", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("qwen3_5", "qwen3_vl_moe"))]
-)
+@pytest.mark.parametrize("kind", few(["gemma3", "qwen3_5", "qwen3_vl_moe"], 1))
 def test_an_adapter_goes_back_merged(kind, tmp_path):
     """Its folder is of the text part alone, which peft finds by no name."""
     peft = pytest.importorskip("peft")

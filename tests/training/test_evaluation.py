@@ -18,6 +18,7 @@ from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.train import main
+from tests.few import few
 from tests.reference import dense_logits
 from tests.small_model import save_small_model
 from tests.training.test_training import make_documents, write_jsonl
@@ -155,12 +156,7 @@ def check_evaluations(result, before, after):
         np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-5)
 
 
-ALWAYS = ("ring sp 2 × dp 2 on ZeRO-3",)
-
-
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", few(LAYOUTS, ["ring sp 2 × dp 2 on ZeRO-3"]))
 def test_evaluation_equals_one_process(layout, model, data, tmp_path):
     """Before training, after it, by evaluate() on other rows, and by predict(); the weights after it are the saved."""
     processes, flags = LAYOUTS[layout]

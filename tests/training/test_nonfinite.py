@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longctx.training.nonfinite import NonFiniteError
+from tests.few import few
 from tests.small_model import save_small_model
 from tests.training.test_resume import LAYOUTS, run_once
 from tests.training.test_training import COMMON, make_documents, write_jsonl
@@ -44,9 +45,7 @@ def outcomes(cases):
 LAYOUTS = {name: LAYOUTS[name] for name in ("1 process", "ring on FSDP2", "ulysses on ZeRO-3", "ulysses on ZeRO-1")}
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if "FSDP2" in name else pytest.mark.long) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", few(LAYOUTS, [name for name in LAYOUTS if "FSDP2" in name]))
 def test_the_step_is_refused_or_left_out(layout, poisoned, tmp_path, monkeypatch):
     if layout.endswith("1"):
         monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
