@@ -5,6 +5,7 @@
     python -m benchmarks.gpu --only kernels ring "steps: QLoRA"
     python -m benchmarks.gpu --quick             # tiny sizes, minutes: does everything work here?
     python -m benchmarks.gpu --refit             # and have the forecast use what was measured from now on
+    python -m benchmarks.gpu --output FOLDER     # the page once more on any machine, by today's forecast
     python -m benchmarks.gpu --refit --output FOLDER    # the same on any machine, from results that are there
 
 - *device*, *checks*: what the GPU is, and a quick part of `pytest -m gpu`.
@@ -38,6 +39,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
@@ -65,14 +67,19 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
     import torch
 
-    if options.refit is not None and options.output and not torch.cuda.is_available():
-        return _refit(read(options.output / RESULTS_FILE), options.refit)
     from .catalogue import FULL, QUICK, SLICES, Catalogue
     from .page import write_page
     from .probes import facts
     from .refit import constants_of
 
     if not torch.cuda.is_available():
+        lines = list(read(options.output / RESULTS_FILE)) if options.output else []
+        if options.output and options.refit is not None:
+            return _refit(lines, options.refit)
+        if lines:
+            with tempfile.TemporaryDirectory() as models:
+                write_page(options.output, Catalogue(QUICK if lines[0].get("quick") else FULL, Path(models)), lines)
+            return 0
         print("longctx: error: there is no CUDA device. Run it on a machine with a GPU.", file=sys.stderr)
         return USAGE_ERROR
 

@@ -17,10 +17,13 @@ from transformers import PretrainedConfig, Qwen3Config
 from longctx.attention.kernels.choose import candidates
 from longctx.forecast.documents import one_document
 from longctx.forecast.shape import RunShape
+from longctx.machine.here import Machine
 from longctx.machine.measure import Work
 from longctx.model.tiny import tiny_config
 from longctx.settings.dpo import DPO
 from longctx.settings.flags import SFT
+from longctx.settings.read import parse_flags
+from longctx.settings.resolve import resolve_on
 
 from ..attention.ways import CASES
 from ..max_length.combinations import FLAGS, LONGCTX, ONE_DEVICE, TRL, Combination, resolved_for
@@ -330,10 +333,13 @@ class Catalogue:
         combination = self.combination(about["model"], about["way"], about["length"])
         return {"predicted_bytes": combination.predicted_peak(probe.argument.length)} if combination.run else {}
 
-    def shape(self, line: Mapping[str, Any]) -> RunShape | None:
-        """What the prediction of a line's step is made from; None if the run is refused, for want of a package here."""
-        combination = self.combination(line["model"], line["way"], line["length"])
-        return combination.shape if combination.run else None
+    def shape(self, line: Mapping[str, Any], machine: Machine) -> RunShape:
+        """What the prediction of a line's step is made from, on the machine that it was measured on."""
+        flags = self.combination(line["model"], line["way"], line["length"]).flags
+        settings = parse_flags(
+            [*flags, "--max_length", str(line["length"])], DPO if line["way"] in PREFERENCES else SFT
+        )
+        return resolve_on(settings, machine, 1).shape
 
 
 LOSSES: Mapping[str, Mapping[str, Any]] = {

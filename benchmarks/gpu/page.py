@@ -30,14 +30,18 @@ def write_page(folder: Path, catalogue: Any, lines: Sequence[Line]) -> None:
     device = of["device"][0]
     table = as_of(device, TABLE)
     measured = next((speeds_of(line) for line in of.get("speeds", ()) if line["status"] == OK), None)
+    machine = None
+    if measured is not None:
+        named = Machine.of(row_of(device["device"], table) or "GPU", 1)
+        machine = replace(named, device_bytes=device["device_bytes"], speeds=measured, of_long_documents=None)
     parts = [
         _head(device),
         _checks(of.get("checks", ())),
         _speeds(device, measured, table),
-        _steps(catalogue, measured, of.get("steps", ())),
+        _steps(catalogue, machine, of.get("steps", ())),
         _kernels(device, of.get("kernels", ()), table),
         _loss(of.get("loss", ())),
-        _memory_options(catalogue, measured, of.get("memory_options", ())),
+        _memory_options(catalogue, machine, of.get("memory_options", ())),
         _longest(catalogue.sizes.longest, of.get("longest", ())),
         _ring(of.get("ring", ())),
         _failed(lines),
@@ -186,7 +190,7 @@ def _ring(lines: Sequence[Line]) -> Iterator[str]:
     yield from _table(("ranks", "documents", "tokens", "planned", "slowest", "mean"), rows)
 
 
-def _steps(catalogue: Any, measured: Speeds | None, lines: Sequence[Line]) -> Iterator[str]:
+def _steps(catalogue: Any, machine: Machine | None, lines: Sequence[Line]) -> Iterator[str]:
     if not lines:
         return
     found = {(line["model"], line["length"], line["way"]): seconds(line) for line in lines}
@@ -198,7 +202,8 @@ def _steps(catalogue: Any, measured: Speeds | None, lines: Sequence[Line]) -> It
         "million hidden states on. `compiled` has `--torch_compile`, `DeepSpeed` is ZeRO-3 on one rank, and `packed` "
         "has rows of several documents. A step of DPO has a pair whose prompt is half of the tokens and each answer a "
         "quarter; QLoRA trains an adapter on weights of 4 bits. Both are compared with TRL's own. Predicted seconds "
-        "are by the speeds measured above, predicted memory by the closed form; both of longctx's own steps alone."
+        "are by the speeds measured above, predicted memory by the closed form when it was measured; both of longctx's "
+        "own steps alone."
     )
     yield ""
     rows = []
@@ -212,7 +217,7 @@ def _steps(catalogue: Any, measured: Speeds | None, lines: Sequence[Line]) -> It
                 line["model"],
                 f"{line['length']:,}",
                 line["way"],
-                *_seconds_and_memory(catalogue, measured, line),
+                *_seconds_and_memory(catalogue, machine, line),
                 _ratio(trl, seconds(line)),
                 _ratio(liger, seconds(line)),
             )
@@ -223,7 +228,7 @@ def _steps(catalogue: Any, measured: Speeds | None, lines: Sequence[Line]) -> It
 _OF_A_STEP = ("seconds", "predicted", "error", "peak, GiB", "predicted", "error")
 
 
-def _memory_options(catalogue: Any, measured: Speeds | None, lines: Sequence[Line]) -> Iterator[str]:
+def _memory_options(catalogue: Any, machine: Machine | None, lines: Sequence[Line]) -> Iterator[str]:
     if not lines:
         return
     plain = next((line for line in lines if line["way"] == "none" and line["status"] == OK), None)
@@ -240,7 +245,7 @@ def _memory_options(catalogue: Any, measured: Speeds | None, lines: Sequence[Lin
         rows.append(
             (
                 line["way"],
-                *_seconds_and_memory(catalogue, measured, line),
+                *_seconds_and_memory(catalogue, machine, line),
                 *against,
                 NONE if hidden is None else f"{hidden:.0%} of {line['copied_seconds']:.2f} s",
             )
@@ -327,13 +332,12 @@ def seconds(line: Line) -> float | None:
     return statistics.median(line["seconds"][2:] or line["seconds"]) if line["status"] == OK else None
 
 
-def _seconds_and_memory(catalogue: Any, measured: Speeds | None, line: Line) -> tuple[str, ...]:
+def _seconds_and_memory(catalogue: Any, machine: Machine | None, line: Line) -> tuple[str, ...]:
     if line["status"] != OK:
         return (line["status"], *[NONE] * (len(_OF_A_STEP) - 1))
     took, expected, memory = seconds(line), None, line.get("predicted_bytes")
-    if memory is not None and measured is not None and (shape := catalogue.shape(line)):
-        machine = replace(Machine.of("GPU", 1), speeds=measured)
-        expected = cost(shape, machine, line["length"]).step_seconds
+    if memory is not None and machine is not None:
+        expected = cost(catalogue.shape(line, machine), machine, line["length"]).step_seconds
     peak = line["allocated"]
     return (
         _significant(took),

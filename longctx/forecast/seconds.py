@@ -33,9 +33,12 @@ UNPINNED_PASSES = 3
 TRAFFIC = 2
 """How often each pass moves a byte that is saved for the backward pass: it is written and read again."""
 
-LAUNCHES_OF_A_LAYER = 800
+EAGER_BYTES = 90
+"""Bytes that a pass moves for each element of queries and keys, in their norms and rotary embeddings, where these are
+many operators. Steps of Qwen3-0.6B without Liger's kernels take 80 to 110 on an H200 (benchmarks/results/gpu_H200)."""
+LAUNCHES_OF_A_LAYER = 665
 """Launches of empty kernels in the time in which the host goes through a layer, forward and backward. Steps of
-Qwen3-0.6B with 4,096 tokens on an H200, which waits for its host, take 710 to 920 (benchmarks/results/gpu_H200)."""
+Qwen3-0.6B with 4,096 tokens on an H200, which waits for its host, take 605 to 735 (benchmarks/results/gpu_H200)."""
 OF_FSDP, OF_ZERO, OF_RING = 1.9, 2.6, 1.2
 """How many times as long the host takes for a layer on FSDP and on DeepSpeed as on no engine, and in a ring as with
 Ulysses. DeepSpeed's is of an H200 (benchmarks/results/gpu_H200); the others are of calls on a CPU, which do not depend
@@ -102,29 +105,31 @@ def _forward_share(shape: RunShape) -> Any:
     return 1 / (2 + shape.trained_share)
 
 
-def matmul_parameters(model: ModelSizes) -> int:
-    """Return how many parameters a token is multiplied with: all matrices but the embedding and unused experts."""
+def layer_matrices(model: ModelSizes) -> int:
+    """Return how many parameters of a layer a token is multiplied with: all matrices but unused experts."""
     projections = model.projection_parameters
     if projections is None:
         projections = 2 * model.hidden_size * (model.query_size + model.key_value_size)
-    layer = projections + 3 * model.hidden_size * model.intermediate_size
-    return model.num_layers * layer + model.vocab_size * model.hidden_size
+    return projections + 3 * model.hidden_size * model.intermediate_size
 
 
 def tokenwise_seconds(shape: RunShape, length: int, speeds: Speeds) -> tuple[Any, Any, Any]:
     """Return the seconds of a rank's micro-batch without attention.
 
     They are those of matrices forward and backward, those of matrices computed again, and those of operators that only
-    move bytes, such as norms, activations, and the dequantisation of 4-bit weights.
+    move bytes, such as norms, activations, and the dequantisation of 4-bit weights. The head is never computed again.
     """
     model, again, tokens = shape.model, _recomputed_share(shape), shape.local_tokens(length)
-    once = 2 * matmul_parameters(model) * tokens / speeds.matmul
-    moved = TRAFFIC * (model.num_layers * layer_bytes(shape).saved + LOGIT_BYTES * model.vocab_size) * tokens
-    elementwise = (1 + again + 2) * moved / speeds.memory  # backward counts as two passes
+    layers = 2 * model.num_layers * layer_matrices(model) * tokens / speeds.matmul
+    head = 2 * model.vocab_size * model.hidden_size * tokens / speeds.matmul
+    of_heads = 0 if shape.fused_layers else EAGER_BYTES * (model.query_size + model.key_value_size)
+    moved = model.num_layers * (TRAFFIC * layer_bytes(shape).saved + of_heads) * tokens
+    of_logits = TRAFFIC * LOGIT_BYTES * model.vocab_size * tokens
+    elementwise = ((1 + again + 2) * moved + (1 + 2) * of_logits) / speeds.memory  # backward counts as two passes
     if shape.quantized_weight_bytes is not None:  # which are read, and then others are written and read
         dequantized = (shape.quantized_weight_bytes + TRAFFIC * shape.element_size) * model.linear_parameters
         elementwise += (1 + again + 1) * dequantized / speeds.memory
-    return once * (2 + shape.trained_share), once * again, elementwise
+    return (layers + head) * (2 + shape.trained_share), layers * again, elementwise
 
 
 def attended_again(shape: RunShape, pairs: Any, speeds: Speeds) -> Any:
@@ -140,22 +145,21 @@ def attended_again(shape: RunShape, pairs: Any, speeds: Speeds) -> Any:
 
 
 def _recomputed_share(shape: RunShape) -> Any:
-    """Return the fraction of a forward pass, without attention, that is computed again."""
+    """Return the fraction of the layers' forward pass, without attention, that is computed again."""
     if shape.options.sequence_chunk_size is not None:
         return _again_with_chunks(shape)
     layers = shape.model.num_layers
     share = shape.num_checkpointed / layers
     if shape.options.tiled_mlp_num_shards is not None:  # which computes its tiles again in the other layers, too
-        mlp = 3 * layers * shape.model.hidden_size * shape.model.intermediate_size / matmul_parameters(shape.model)
+        mlp = 3 * shape.model.hidden_size * shape.model.intermediate_size / layer_matrices(shape.model)
         share += (1 - share) * mlp
     return share
 
 
 def _again_with_chunks(shape: RunShape) -> float:
     """Return the same for a sequence-chunked step, which projects q, k and v three more times."""
-    projections = shape.model.num_layers * shape.model.hidden_size * 2 * shape.model.key_value_size
-    projections += shape.model.num_layers * shape.model.hidden_size * shape.model.query_size
-    return 1 + 2 * projections / matmul_parameters(shape.model)
+    projections = shape.model.hidden_size * (2 * shape.model.key_value_size + shape.model.query_size)
+    return 1 + 2 * projections / layer_matrices(shape.model)
 
 
 def recurrent_seconds(shape: RunShape, length: int, machine: Machine) -> Any:

@@ -187,6 +187,15 @@ def spreads(settings: Settings, machine: Machine, world_size: int) -> list[Run]:
     return runs
 
 
+def resolve_on(settings: Settings, machine: Machine, world_size: int) -> Run:
+    """Return the resolved run of a machine that is described, and not at hand.
+
+    Raises:
+        ValueError: as `resolve`.
+    """
+    return _choose(*described(settings, machine, world_size))
+
+
 def described(settings: Settings, machine: Machine, world_size: int) -> tuple[Settings, Facts]:
     """Return what a run on a machine that is described, and not at hand, is arranged from."""
     launcher = read_profile({})
