@@ -241,9 +241,8 @@ class SavingMixin(PushingMixin):
     def _pieces(self) -> Iterator[ParameterShard]:
         """Return this rank's ranges, all with the same kinds of states: a parameter without gradients has none yet."""
         found = [piece.states.items() for piece in parameter_shards(self.model_wrapped, self.optimizer)]
-        is_scalar = {kind: not values.dim() for states in found for kind, values in states if kind != WEIGHT}
-        kinds, scalars = ([kind for kind in is_scalar if is_scalar[kind] == of] for of in (False, True))
-        return parameter_shards(self.model_wrapped, self.optimizer, kinds=kinds, scalars=scalars)
+        kinds = {kind: not values.dim() for states in found for kind, values in states if kind != WEIGHT}
+        return parameter_shards(self.model_wrapped, self.optimizer, kinds)
 
     def _commit(
         self,

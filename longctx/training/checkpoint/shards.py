@@ -47,21 +47,21 @@ class ParameterShard:
 
 
 def parameter_shards(
-    model: nn.Module, optimizer: Any, *, kinds: Sequence[str] = (), scalars: Sequence[str] = ()
+    model: nn.Module, optimizer: Any, kinds: Mapping[str, bool] | None = None
 ) -> Iterator[ParameterShard]:
     """Return all shards of this rank, in the order of the parameters. No messages are sent.
 
     Args:
         model: before or after an engine wrapped it.
         optimizer: torch's, or DeepSpeed's ZeRO-1, 2, 3.
-        kinds, scalars: states to create as zeros if the optimizer has none yet.
+        kinds: states to create as zeros if the optimizer has none yet, with whether each is one value per parameter.
 
     Raises:
         ValueError: for states on NVMe.
     """
     optimizer = without_wrappers(optimizer)
     of_engine = _of_zero if is_zero(optimizer) else _of_shards
-    return of_engine(model, optimizer, kinds, scalars)
+    return of_engine(model, optimizer, kinds or {})
 
 
 def trained_shapes(model: nn.Module) -> dict[str, list[int]]:
@@ -92,13 +92,11 @@ def name_without_wrappers(name: str) -> str:
     return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "").replace("_fsdp_wrapped_module.", "")
 
 
-def _of_shards(
-    model: nn.Module, optimizer: torch.optim.Optimizer, kinds: Sequence[str], scalars: Sequence[str]
-) -> Iterator[ParameterShard]:
+def _of_shards(model: nn.Module, optimizer: Any, kinds: Mapping[str, bool]) -> Iterator[ParameterShard]:
     """Yield shards of FSDP2 or FSDP1, or whole parameters."""
     flattened = fsdp1_ranges(model)
     for name, parameter in _trained(model):
-        held = _with_states(optimizer, parameter, kinds, scalars)
+        held = _with_states(optimizer, parameter, kinds)
         start, is_copy = 0, dist.is_initialized() and dist.get_rank() > 0
         if parameter in flattened:
             start, is_copy = flattened[parameter][1], False
@@ -117,7 +115,7 @@ def _of_shards(
             yield ParameterShard(name=name, shape=shape, start=start, states=flat, is_copy=is_copy)
 
 
-def _of_zero(model: nn.Module, zero: Any, kinds: Sequence[str], scalars: Sequence[str]) -> Iterator[ParameterShard]:
+def _of_zero(model: nn.Module, zero: Any, kinds: Mapping[str, bool]) -> Iterator[ParameterShard]:
     """Yield shards of ZeRO, which lie in flat tensors of many parameters."""
     for name, parameter in _trained(model):
         if is_on_nvme(zero, parameter):
@@ -131,23 +129,19 @@ def _of_zero(model: nn.Module, zero: Any, kinds: Sequence[str], scalars: Sequenc
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         numel = min(numel, math.prod(shape) - start)  # without padding
         if numel > 0:
-            held = {WEIGHT: flat.data, **_with_states(zero.optimizer, flat, kinds, scalars)}
+            held = {WEIGHT: flat.data, **_with_states(zero.optimizer, flat, kinds)}
             states = {kind: x.narrow(0, offset, numel) if x.dim() else x for kind, x in held.items()}
             yield ParameterShard(name=name, shape=shape, start=start, states=states)
 
 
-def _with_states(
-    optimizer: torch.optim.Optimizer, parameter: Tensor, kinds: Sequence[str], scalars: Sequence[str]
-) -> dict[str, Tensor]:
+def _with_states(optimizer: torch.optim.Optimizer, parameter: Tensor, kinds: Mapping[str, bool]) -> dict[str, Tensor]:
     """Return the optimizer's states of one tensor, creating missing ones on the device that the optimizer would use."""
-    if kinds or scalars:
+    for kind, is_scalar in kinds.items():
         held = optimizer.state[parameter]
-        for kind in kinds:
-            if kind not in held:
-                held[kind] = torch.zeros_like(parameter.data)
-        for kind in scalars:
-            if kind not in held:
-                held[kind] = torch.zeros((), dtype=torch.float32, device=_scalar_device(optimizer, parameter))
+        if kind not in held and is_scalar:
+            held[kind] = torch.zeros((), dtype=torch.float32, device=_scalar_device(optimizer, parameter))
+        elif kind not in held:
+            held[kind] = torch.zeros_like(parameter.data)
     return {kind: value for kind, value in optimizer.state.get(parameter, {}).items() if isinstance(value, Tensor)}
 
 

@@ -77,12 +77,12 @@ _NON_NEGATIVE = frozenset({"exp_avg_sq", "square_avg", "step"})
 """Optimizer states that are never negative: means of squares, and counts."""
 
 STATES_OF = {
-    "adamw_torch": ({"exp_avg", "exp_avg_sq"}, {"step"}),
-    "adamw_torch_fused": ({"exp_avg", "exp_avg_sq"}, {"step"}),
-    "rmsprop": ({"square_avg"}, {"step"}),
-    "sgd": (set(), set()),
+    "adamw_torch": {"exp_avg": False, "exp_avg_sq": False, "step": True},
+    "adamw_torch_fused": {"exp_avg": False, "exp_avg_sq": False, "step": True},
+    "rmsprop": {"square_avg": False, "step": True},
+    "sgd": {},
 }
-"""Supported --optim -> states with a value per element, and those with one per parameter."""
+"""Supported --optim -> its states, with whether each is one value per parameter."""
 
 
 def check_values(kind: str, values: Tensor, *, name: str, path: Path, last_step: int | None = None) -> None:
@@ -109,19 +109,19 @@ def check_values(kind: str, values: Tensor, *, name: str, path: Path, last_step:
     raise CheckpointError(f"{path}: {kind} of {name} holds {found}. Resume from an earlier checkpoint.")
 
 
-def check_kinds(folder: Path, optim: str, vectors: set[str], scalars: set[str], *, may_be_empty: bool) -> None:
+def check_kinds(folder: Path, optim: str, kinds: Mapping[str, bool], *, may_be_empty: bool) -> None:
     """Check that a checkpoint has exactly the states of this optimizer.
+
+    Args:
+        kinds: of states in the checkpoint, with whether each is one value per parameter.
 
     Raises:
         CheckpointError: if not.
     """
-    if may_be_empty and not vectors and not scalars:
-        return
-    expected, found = set.union(*STATES_OF[optim]), vectors | scalars
-    if (vectors, scalars) != STATES_OF[optim]:
+    if kinds != STATES_OF[optim] and (kinds or not may_be_empty):
         raise CheckpointError(
-            f"{folder} holds the optimizer states {', '.join(sorted(found)) or 'of no kind'}, and --optim {optim} has "
-            f"{', '.join(sorted(expected)) or 'none'}. Resume from an earlier checkpoint."
+            f"{folder} holds the optimizer states {', '.join(sorted(kinds)) or 'of no kind'}, and --optim {optim} has "
+            f"{', '.join(sorted(STATES_OF[optim])) or 'none'}. Resume from an earlier checkpoint."
         )
 
 

@@ -83,11 +83,10 @@ class ResumableMixin(SavingMixin):
                 f"{here.get(name)} here. Use the same model and adapter flags."
             )
         reader = StateReader(folder, manifest.parameters, last_step=manifest.step)
-        kinds = [kind for kind, is_scalar in reader.kinds.items() if not is_scalar and kind != WEIGHT]
-        scalars = [kind for kind, is_scalar in reader.kinds.items() if is_scalar]
-        check_kinds(folder, plain(self.args.optim), {*kinds}, {*scalars}, may_be_empty=self.on_nonfinite == "skip")
+        kinds = {kind: is_scalar for kind, is_scalar in reader.kinds.items() if is_scalar or kind != WEIGHT}
+        check_kinds(folder, plain(self.args.optim), kinds, may_be_empty=self.on_nonfinite == "skip")
         with torch.no_grad():
-            for piece in parameter_shards(self.model_wrapped, self.optimizer, kinds=kinds, scalars=scalars):
+            for piece in parameter_shards(self.model_wrapped, self.optimizer, kinds):
                 reader.fill(piece)
         self._set_learning_rates(manifest.step)
         with damage_named(folder / TRAINER_STATE_NAME):
@@ -214,14 +213,11 @@ class _Continued(TrainerCallback):
                 raise ValueError(f"a rank's progress is {str(rank)[:60]}")
 
     def on_train_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        with damage_named(self.path):
-            self._restore(args)
-
-    def _restore(self, args: SFTConfig) -> None:
         trainer, ranks = self.trainer, self.ranks
         same = len(ranks) == args.world_size
-        loss = ranks[args.process_index]["loss"] if same else sum(rank["loss"] for rank in ranks) / len(ranks)
-        restore_log_sums(trainer, loss=loss, last_logged=ranks[0]["last_logged"], total_loss=ranks[0]["total_loss"])
-        metrics = [rank["metrics"] for rank in ranks]
-        trainer.step_metrics.load_state_dicts(metrics, self.expert_load, rank=trainer.sequence.rank)
-        trainer.has_seen_labels = any(rank["has_seen_labels"] for rank in ranks)
+        with damage_named(self.path):
+            loss = ranks[args.process_index]["loss"] if same else sum(rank["loss"] for rank in ranks) / len(ranks)
+            restore_log_sums(trainer, loss=loss, last_logged=ranks[0]["last_logged"], total_loss=ranks[0]["total_loss"])
+            metrics = [rank["metrics"] for rank in ranks]
+            trainer.step_metrics.load_state_dicts(metrics, self.expert_load, rank=trainer.sequence.rank)
+            trainer.has_seen_labels = any(rank["has_seen_labels"] for rank in ranks)
