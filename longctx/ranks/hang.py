@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from longctx.ranks import FAILED, is_first_on_node
 from longctx.ranks.peers import LEAVE_SECONDS, Peers, current_peers
+from longctx.untrusted.files import written_whole
 
 HANG_FOLDER = "hang"
 _WAITING_IN = ("/torch/distributed/", "/deepspeed/comm/")
@@ -106,12 +107,9 @@ class HangWatch:
         before, self._seen = self._seen, "".join(traceback.format_stack(sys._current_frames()[main]))
         if self._seen == self._written or (self._written and self._seen != before):
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._path.with_suffix(".partial")
-        with unfinished.open("w", encoding="utf-8") as file:
+        with written_whole(self._path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
             print(self._seen, self._peers.names([self._peers.rank]), sep="\n", file=file, flush=True)
             faulthandler.dump_traceback(file)
-        unfinished.replace(self._path)
         self._written = self._seen
 
 
