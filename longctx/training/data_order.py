@@ -44,10 +44,10 @@ class StepSampler(Sampler[list[int]]):
     _: KW_ONLY
     micro_batch_size: int
     """Rows of one rank in one micro-batch."""
-    accumulation_steps: int
     dp: int
     dp_rank: int
-    seed: int | None
+    accumulation_steps: int = 1
+    seed: int | None = None
     """Seed of the order, which changes every epoch; None reads the rows in order."""
     costs: NDArray[np.floating] | None = None
     """Modelled cost of each row, [num_rows]; a step then takes rows of similar cost, and a micro-batch the most similar
@@ -318,11 +318,8 @@ class StreamLoader(DataLoader):
 
     def counts(self, shards: Sequence[Shard]) -> tuple[int, ...]:
         """Return this rank's counts since the pass began, which it tells the others; zeros if it has no micro-batch."""
-        return (
-            tuple(add_counts(shard.stream_read.counts for shard in shards).values())
-            if shards
-            else (0,) * len(self.names)
-        )
+        none = dict.fromkeys(self.names, 0)
+        return tuple(add_counts([none, *(shard.stream_read.counts for shard in shards)]).values())
 
     def take(self, shards: Sequence[Shard], counts: Sequence[Sequence[int]]) -> StreamRead | None:
         """Return what has been read up to the end of a step; None if the pass had no such step, and another one begins.

@@ -34,12 +34,9 @@ class EvaluatingMixin(ResumableMixin):
 
     step_metrics: StepMetrics
     control: TrainerControl
-
-    def __init__(self, *args: Any, sequence: SequenceParallel, objective: Objective, **kwargs: Any):
-        self.sequence, self.objective = sequence, objective
-        self._token_means = TokenMeans(sequence.device, sequence.routers, objective.sums)
-        self._predictions: list[list[NDArray[np.float32]]] | None = None
-        super().__init__(*args, **kwargs)
+    sequence: SequenceParallel
+    objective: Objective
+    _predictions: list[list[NDArray[np.float32]]] | None = None
 
     def _worker_options(self) -> dict[str, Any]:
         args = self.args
@@ -64,14 +61,7 @@ class EvaluatingMixin(ResumableMixin):
 
     def order_of(self, rows: PackedDataset | Dataset, batch_size: int, dp_rank: int) -> StepSampler:
         """Return the numbers of the rows that a data-parallel rank reads if each row is dealt once, in order."""
-        return StepSampler(
-            len(rows),
-            micro_batch_size=batch_size,
-            accumulation_steps=1,
-            dp=self.sequence.dims.dp,
-            dp_rank=dp_rank,
-            seed=None,
-        )
+        return StepSampler(len(rows), micro_batch_size=batch_size, dp=self.sequence.dims.dp, dp_rank=dp_rank)
 
     def evaluate(
         self,

@@ -48,7 +48,7 @@ from longctx.training.callbacks import (
     StopOnSignal,
     StreamEntry,
 )
-from longctx.training.data_order import ShardCollator, StepSampler, StepStream, StreamLoader, StreamRead
+from longctx.training.data_order import ShardCollator, StepSampler, StepStream, StreamLoader
 from longctx.training.engines import reshard, saved_buffers_handed_on
 from longctx.training.evaluation import EvaluatingMixin
 from longctx.training.metrics import StepMetrics
@@ -120,6 +120,7 @@ class SequenceMixin(EvaluatingMixin):
         given = {"train_dataset": train_dataset, "objective": objective, **kwargs}
         check_own_trainer(type(self), SequenceMixin, args, given)
         objective = objective or Objective(sequence, args.label_smoothing_factor)
+        self.sequence, self.objective = sequence, objective
         args = copy.copy(args)
         self._leaves_out_nonfinite, args.logging_nan_inf_filter = args.logging_nan_inf_filter, False  # training_step
         self.costs, self.data_identity = costs, data_identity
@@ -134,15 +135,12 @@ class SequenceMixin(EvaluatingMixin):
         self._outputs_checked = False
         self.has_seen_labels = False
         """Whether any step so far, including those before resuming, had a token with a label. All ranks agree on it."""
-        self._stream: StreamLoader | None = None
         super().__init__(
             model=model,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            sequence=sequence,
-            objective=objective,
             **kwargs,
         )
         self.model_accepts_loss_kwargs = True  # as loss_is_scaled_for_ga, for transformers before 5.19
@@ -187,11 +185,6 @@ class SequenceMixin(EvaluatingMixin):
             return ()
         source = self.train_dataset.source
         return source.reports(self.stream_read.counts) if isinstance(source, MixedStream) else ()
-
-    def position_of(self, read: StreamRead, lanes: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the position in the stream up to where it was read, from where the lanes of all ranks stood then."""
-        assert self._stream is not None, "a stream is read"
-        return self._stream.position_of(read, lanes)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         with self._wrapping():

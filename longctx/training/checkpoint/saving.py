@@ -55,7 +55,7 @@ from longctx.training.checkpoint.shards import WEIGHT, ParameterShard, parameter
 from longctx.training.checkpoint.states import nonfinite_weights, random_file, random_state
 from longctx.training.checkpoint.storage import write_index, write_states
 from longctx.training.checkpoint.weights import names_kept, write_model
-from longctx.training.data_order import StreamRead
+from longctx.training.data_order import StreamLoader, StreamRead
 from longctx.training.nonfinite import NonFiniteError
 from longctx.upstream.transformers_internals import log_sums
 
@@ -69,6 +69,8 @@ class SavingMixin(PushingMixin):
 
     save_async = False
     """Whether checkpoints are written while training goes on."""
+    _stream: StreamLoader | None = None
+    """What reads a stream, from the start of training on."""
     stream_read: StreamRead | None = None
     """What has been read of a stream up to the end of the current step."""
     _saving: Future[None] | None = None
@@ -185,7 +187,11 @@ class SavingMixin(PushingMixin):
             with writing(folder, is_owner=self.args.should_save) as unfinished:
                 yield unfinished
         except (OSError, SafetensorError) as error:
-            raise _not_saved(folder, error) from error
+            last = next(iter(checkpoints(folder.parent)), None)
+            kept = f"{last} is complete: --resume_from_checkpoint auto goes on from it"
+            raise NotSavedError(
+                f"{folder} could not be written: {error}; {kept if last else 'there is none before it'}."
+            ) from error
 
     def _as_owner(self, work: Callable[[], None]) -> None:
         """Do `work` on rank 0, or on every node's first rank with --save_on_each_node; other ranks wait."""
@@ -286,7 +292,7 @@ class SavingMixin(PushingMixin):
         if manifest is not None:
             progress = manifest.progress | {"ranks": [report["progress"] for report in reports]}
             lanes = {int(lane): where for report in reports for lane, where in report["lanes"].items()}
-            position = None if read is None else self.position_of(read, lanes)
+            position = None if self._stream is None or read is None else self._stream.position_of(read, lanes)
             write_manifest(unfinished, replace(manifest, files=known, progress=progress, position=position))
             if self.args.save_on_each_node:
                 self._channel.set("manifest", (unfinished / MANIFEST).read_text())
@@ -390,9 +396,3 @@ def _in_background(work: Callable[[], None]) -> Future[None]:
 
     threading.Thread(target=run, name="longctx-save", daemon=True).start()
     return done
-
-
-def _not_saved(folder: Path, error: Exception) -> NotSavedError:
-    last = next(iter(checkpoints(folder.parent)), None)
-    kept = f"{last} is complete: --resume_from_checkpoint auto goes on from it" if last else "there is none before it"
-    return NotSavedError(f"{folder} could not be written: {error}; {kept}.")
