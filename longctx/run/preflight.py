@@ -23,7 +23,7 @@ from longctx.model.tiny import TINY
 from longctx.packing import plan_packing
 from longctx.run.preparation import read_tokenizer, template_notes
 from longctx.settings.run import Run
-from longctx.training.dataset import first_documents
+from longctx.training.dataset import Reading, first_documents
 from longctx.training.fingerprint import is_preference
 from longctx.training.schedule import steps_of_epochs
 
@@ -46,9 +46,8 @@ def preflight(run: Run) -> list[Line]:
         ValueError: for data or a model that cannot be read as asked.
     """
     tokenizer = read_tokenizer(run.settings, run.model_config)
-    documents, is_all = first_documents(
-        run.settings, tokenizer, run.model_config, number=SAMPLED, tokens=SAMPLED_TOKENS
-    )
+    reading = Reading(run.settings, tokenizer, run.model_config)
+    documents, is_all = first_documents(reading, number=SAMPLED, tokens=SAMPLED_TOKENS)
     lengths = [len(document["input_ids"]) for document in documents]
     data = list(_describe_data(documents, lengths, run.settings, is_all=is_all))
     steps, sequences = _count_steps(run, lengths) if is_all else (run.settings["max_steps"], None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -39,7 +39,6 @@ from longctx.data.columns import TURN_ENDS
 from longctx.data.contents import cache_folder, cache_key
 from longctx.data.errors import check_selection
 from longctx.data.kinds import PAIRS
-from longctx.data.reading import RecordStream
 from longctx.data.sides import sides_of_pairs
 from longctx.model.allow_list import head_size, num_heads
 from longctx.packing import (
@@ -61,8 +60,6 @@ from longctx.ranks.agreement import main_process_first, on_all_ranks
 from longctx.untrusted.files import check_file, is_template_file
 
 logger = logging.getLogger(__name__)
-
-Records = TypeVar("Records", Dataset, RecordStream)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +113,47 @@ class StreamedData:
     """Rows of the whole evaluation split, in memory."""
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What is read, and for which model."""
+
+    settings: Mapping[str, Any]
+    """Every flag's value; one of several data sets, or the evaluation split, has some of its own."""
+    tokenizer: PreTrainedTokenizerBase
+    model_config: PretrainedConfig
+
+    def of_each(self) -> list[Reading]:
+        """Return how each data set is read: the only one, or those of the mixture."""
+        each = []
+        for source in self.settings["datasets"]:
+            own = {"dataset_name": source.path, "dataset_config": source.name, "dataset_train_split": source.split}
+            each.append(replace(self, settings={**self.settings, **own, "columns": source.columns}))
+        return each or [self]
+
+    def where(self) -> dict[str, Any]:
+        """Return the keywords that name a split of a data set."""
+        return {
+            "dataset_name": self.settings["dataset_name"],
+            "config": self.settings["dataset_config"],
+            "split": self.settings["dataset_train_split"],
+            "text_field": self.settings["dataset_text_field"],
+            "columns": self.settings.get("columns"),
+        }
+
+    def encoding(self) -> dict[str, Any]:
+        """Return the keywords that say how records become tokens."""
+        return {
+            "text_field": self.settings["dataset_text_field"],
+            "completion_only_loss": self.settings["completion_only_loss"],
+            "assistant_only_loss": self.settings["assistant_only_loss"],
+            "chat_template": read_template(self.settings["chat_template_path"]),
+            "gives_turns": self.settings["overlong"] == "turns",
+            "vocab_size": self.model_config.get_text_config().vocab_size,
+            "now": self.settings.get("began"),
+            **({"gives_prompts": True} if "gives_prompts" in self.settings else {}),
+        }
+
+
 def prepare_data_set(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
 ) -> TrainingData | StreamedData:
@@ -127,30 +165,29 @@ def prepare_data_set(
     Raises:
         ValueError: for data that cannot be read or trained on as asked, with file and record.
     """
+    prepare = partial(_prepare, Reading(settings, tokenizer, model_config))
     if settings["dataset_streaming"]:  # nothing is cached for other ranks
-        return on_all_ranks(lambda: _prepare(settings, tokenizer, model_config))
-    return main_process_first(lambda: _prepare(settings, tokenizer, model_config), cache_folder())
+        return on_all_ranks(prepare)
+    return main_process_first(prepare, cache_folder())
 
 
-def _prepare(
-    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
-) -> TrainingData | StreamedData:
+def _prepare(reading: Reading) -> TrainingData | StreamedData:
+    settings = reading.settings
     prepare_split = _stream_of_split if settings["dataset_streaming"] else _rows_of_split
-    training: TrainingData | StreamedData = prepare_split(settings, tokenizer, model_config)
+    training: TrainingData | StreamedData = prepare_split(reading)
     if isinstance(training, TrainingData):
         _check_targets(training, settings, "train")
     if settings["eval_strategy"] == "no":
         return training
     try:
-        evaluation = _rows_of_split(_evaluation_settings(settings), tokenizer, model_config)
+        evaluation = _rows_of_split(replace(reading, settings=_evaluation_settings(settings)))
     except DataError as error:
         raise DataError(
             f"--dataset_test_split {settings['dataset_test_split']} cannot be evaluated on. {error} To train without "
             "evaluation, leave out --eval_strategy."
         ) from error
     _check_targets(evaluation, settings, "test")
-    prompts = tuple(evaluation_prompts(settings, tokenizer, model_config))
-    return replace(training, evaluation=replace(evaluation, prompts=prompts))
+    return replace(training, evaluation=replace(evaluation, prompts=tuple(evaluation_prompts(reading))))
 
 
 def _check_targets(part: TrainingData, settings: Mapping[str, Any], split: str) -> None:
@@ -189,25 +226,10 @@ def _evaluation_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**evaluation, "dataset_train_split": test_split, "datasets": sources, "dataset_weights": None}
 
 
-def _of_each(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the settings to read each data set: the only one, or those of the mixture."""
-    return [
-        {
-            **settings,
-            "dataset_name": source.path,
-            "dataset_config": source.name,
-            "dataset_train_split": source.split,
-            "columns": source.columns,
-        }
-        for source in settings["datasets"]
-    ] or [settings]
-
-
-def _rows_of_split(
-    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
-) -> TrainingData:
+def _rows_of_split(reading: Reading) -> TrainingData:
+    settings = reading.settings
     mixture: tuple[SourceReport, ...] = ()
-    sources = [_documents(one, tokenizer, model_config) for one in _of_each(settings)]
+    sources = [_documents(one) for one in reading.of_each()]
     if settings["datasets"]:
         documents, shares = mix(sources, Mixture.of_settings(settings), settings.get("part", "train"))
         mixture = shares if len(sources) > 1 else ()
@@ -220,42 +242,28 @@ def _rows_of_split(
     if isinstance(rows, PairedDataset):
         lengths = lengths_of_pairs(rows.kept, rows.shared)
     balances = settings["packing"] and settings["balance_packs"]
-    costs = pack_costs(rows.packing, lengths, linear_cost(model_config)) if balances else None
+    costs = pack_costs(rows.packing, lengths, linear_cost(reading.model_config)) if balances else None
     return TrainingData(documents=documents, rows=rows, report=report, costs=costs, mixture=mixture)
 
 
-def _documents(
-    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
-) -> Dataset:
+def _documents(reading: Reading) -> Dataset:
     """Read all documents of a split, those of a stream into memory."""
-    if settings["dataset_streaming"]:
-        return Dataset(pa.concat_tables(_document_stream(settings, tokenizer, model_config).tables()))
-    tokenize = partial(tokenize_records, num_proc=settings["dataset_num_proc"])
-    return _tokenized(load_records, tokenize, settings, tokenizer, model_config)
+    if reading.settings["dataset_streaming"]:
+        return Dataset(pa.concat_tables(_document_stream(reading).tables()))
+    return _tokenized(reading, load_records, partial(tokenize_records, num_proc=reading.settings["dataset_num_proc"]))
 
 
-def _tokenized(
-    load: Callable[..., Any],
-    tokenize: Callable[..., Any],
-    settings: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    model_config: PretrainedConfig,
-) -> Any:
+def _tokenized(reading: Reading, load: Callable[..., Any], tokenize: Callable[..., Any]) -> Any:
     """Return the documents of a split, with the place of the record in an error."""
-    where = _where(settings)
+    where = reading.where()
     try:
-        return tokenize(_select(load(**where), settings), tokenizer, **_encoding(settings, model_config))
+        records = load(**where)
+        if (columns := where["columns"]) is not None:
+            check_selection(columns, records.column_names)
+            records = records.select_columns(columns)
+        return tokenize(records, reading.tokenizer, **reading.encoding())
     except DataError as error:
         raise _named(error, where) from error
-
-
-def _select(records: Records, settings: Mapping[str, Any]) -> Records:
-    """Return the columns that an entry of --datasets names, or all."""
-    columns = settings.get("columns")
-    if columns is None:
-        return records
-    check_selection(columns, records.column_names)
-    return records.select_columns(columns)
 
 
 def _named(error: DataError, where: Mapping[str, Any]) -> DataError:
@@ -265,14 +273,7 @@ def _named(error: DataError, where: Mapping[str, Any]) -> DataError:
     return placed if name in str(placed) or placed is not error else DataError(f"{name}: {error}")
 
 
-def first_documents(
-    settings: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    model_config: PretrainedConfig,
-    *,
-    number: int,
-    tokens: int,
-) -> tuple[list[dict[str, NDArray[np.int32]]], bool]:
+def first_documents(reading: Reading, *, number: int, tokens: int) -> tuple[list[dict[str, NDArray[np.int32]]], bool]:
     """Read and tokenise the first documents of the training split, of each data set alike; nothing is cached.
 
     Args:
@@ -286,7 +287,7 @@ def first_documents(
     Raises:
         DataError: for data that cannot be read or trained on as asked.
     """
-    streams = [_document_stream(one, tokenizer, model_config) for one in _of_each(settings)]
+    streams = [_document_stream(one) for one in reading.of_each()]
     found: list[dict[str, NDArray[np.int32]]] = []
     is_all = True
     for stream in streams:
@@ -300,27 +301,25 @@ def first_documents(
     return found, is_all
 
 
-def evaluation_prompts(
-    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
-) -> list[NDArray[np.int32]]:
+def evaluation_prompts(reading: Reading) -> list[NDArray[np.int32]]:
     """Return the tokens of the first --eval_generate prompts of the evaluation split, or all if there are fewer.
 
     Raises:
         DataError: for records that cannot be read, or have no prompts.
     """
-    number = settings["eval_generate"]
+    number = reading.settings["eval_generate"]
     if number is None:
         return []
-    evaluation = _evaluation_settings(settings) | {"gives_prompts": True}
-    sources, prompts = _of_each(evaluation), dict[int, NDArray[np.int32]]()
+    evaluation = _evaluation_settings(reading.settings) | {"gives_prompts": True}
+    sources, prompts = replace(reading, settings=evaluation).of_each(), dict[int, NDArray[np.int32]]()
     try:
         lengths, order = [number] * len(sources), np.arange(number * len(sources))  # of the first of each
         if "part" in evaluation:
-            lengths = [len(load_records(**_where(one))) for one in sources]
-            order = order_of_part(lengths, Mixture.of_settings(settings), evaluation["part"])[1][:number]
+            lengths = [len(load_records(**one.where())) for one in sources]
+            order = order_of_part(lengths, Mixture.of_settings(evaluation), evaluation["part"])[1][:number]
         for one, start, length in zip(sources, np.cumsum(lengths) - lengths, lengths, strict=True):
             wanted = set(order[(order >= start) & (order < start + length)] - start)
-            stream = _document_stream(one, tokenizer, model_config)
+            stream = _document_stream(one)
             documents = islice(stream.documents_from(0, wanted.__contains__), len(wanted))
             prompts |= {start + document.number: document.columns["input_ids"] for document in documents}
             stream.encoder.process.close()
@@ -329,10 +328,8 @@ def evaluation_prompts(
     return [prompts[place] for place in order if place in prompts][:number]
 
 
-def _stream_of_split(
-    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
-) -> StreamedData:
-    streams = [_document_stream(one, tokenizer, model_config) for one in _of_each(settings)]
+def _stream_of_split(reading: Reading) -> StreamedData:
+    settings, streams = reading.settings, [_document_stream(one) for one in reading.of_each()]
     stream = MixedStream(streams, Mixture.of_settings(settings)) if settings["datasets"] else streams[0]
     rows = PackedStream(
         stream,
@@ -343,36 +340,9 @@ def _stream_of_split(
     return StreamedData(rows=rows)
 
 
-def _document_stream(
-    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
-) -> DocumentStream:
-    tokenize = partial(tokenize_stream, place=partial(record_place, **_where(settings)))
-    return _tokenized(stream_records, tokenize, settings, tokenizer, model_config)
-
-
-def _where(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords that name a split of a data set."""
-    return {
-        "dataset_name": settings["dataset_name"],
-        "config": settings["dataset_config"],
-        "split": settings["dataset_train_split"],
-        "text_field": settings["dataset_text_field"],
-        "columns": settings.get("columns"),
-    }
-
-
-def _encoding(settings: Mapping[str, Any], model_config: PretrainedConfig) -> dict[str, Any]:
-    """Return the keywords that say how records become tokens."""
-    return {
-        "text_field": settings["dataset_text_field"],
-        "completion_only_loss": settings["completion_only_loss"],
-        "assistant_only_loss": settings["assistant_only_loss"],
-        "chat_template": read_template(settings["chat_template_path"]),
-        "gives_turns": settings["overlong"] == "turns",
-        "vocab_size": model_config.get_text_config().vocab_size,
-        "now": settings.get("began"),
-        **({"gives_prompts": True} if "gives_prompts" in settings else {}),
-    }
+def _document_stream(reading: Reading) -> DocumentStream:
+    place = partial(record_place, **reading.where())
+    return _tokenized(reading, stream_records, partial(tokenize_stream, place=place))
 
 
 def read_template(path: str | None) -> str | None:

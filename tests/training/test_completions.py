@@ -25,7 +25,7 @@ from longctx.settings.resolve import resolve
 from longctx.train import main
 from longctx.training.callbacks import RESUMABLE
 from longctx.training.completions import COMPLETIONS_FILE, read_completions
-from longctx.training.dataset import evaluation_prompts
+from longctx.training.dataset import Reading, evaluation_prompts
 from longctx.upstream.accelerate_internals import ENGINE_ENVIRONMENT
 from tests.jsonl import write_lines
 from tests.softcuda.ranks import soft_environment
@@ -219,7 +219,8 @@ def write(folder, records):
 
 def prompts_of(flags, method=SFT):
     run = resolve(parse_flags([*flags, "--max_length", "512"], method), read_profile({}), {})
-    return [prompt.tolist() for prompt in evaluation_prompts(run.settings, tiny_tokenizer(), run.model_config)]
+    reading = Reading(run.settings, tiny_tokenizer(), run.model_config)
+    return [prompt.tolist() for prompt in evaluation_prompts(reading)]
 
 
 @pytest.mark.parametrize("kind", RECORDS)
