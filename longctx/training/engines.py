@@ -139,10 +139,13 @@ def saved_buffers_handed_on(model: nn.Module, device: torch.device) -> Iterator[
     import torch
     import torch.distributed as dist
 
-    saved = [(module, name) for module in model.modules() for name in _saved_names(module)]
-    for module, name in saved:
-        buffer = module._buffers[name]
-        assert buffer is not None, "a name of _saved_names"
+    saved = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+    for module, name, buffer in saved:
         value = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
         dist.broadcast(value, src=0)
         module._buffers[name] = value
@@ -150,13 +153,8 @@ def saved_buffers_handed_on(model: nn.Module, device: torch.device) -> Iterator[
     try:
         yield
     finally:
-        for module, name in saved:
+        for module, name, _ in saved:
             module._non_persistent_buffers_set.discard(name)
-
-
-def _saved_names(module: nn.Module) -> list[str]:
-    left_out = module._non_persistent_buffers_set
-    return [name for name, buffer in module._buffers.items() if buffer is not None and name not in left_out]
 
 
 def reshard(model: nn.Module) -> None:

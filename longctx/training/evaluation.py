@@ -18,7 +18,6 @@ from longctx.packing import PackedDataset
 from longctx.parallel import SequenceParallel
 from longctx.ranks.agreement import gather_objects
 from longctx.regions import region
-from longctx.sequence.mesh import ParallelDims
 from longctx.training.checkpoint.trainer import ResumableMixin
 from longctx.training.data_order import StepLoader, StepSampler, end_with_parent
 from longctx.training.metrics import StepMetrics, TokenMeans
@@ -109,7 +108,9 @@ class EvaluatingMixin(ResumableMixin):
         self._predictions = []
         try:
             metrics = self._means(self.get_eval_dataloader(test_dataset), "Prediction", metric_key_prefix)
-            rows = gather_rows(self._predictions, self.sequence.dims, self.sequence.rank)
+            dims, is_first = self.sequence.dims, self.sequence.dims.sp_rank(self.sequence.rank) == 0
+            ranks = gather_objects(self._predictions if is_first else [])[:: dims.sp]
+            rows = [row for dealt in zip(*ranks, strict=True) for batch in dealt for row in batch]
         finally:
             self._predictions = None
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
@@ -173,13 +174,3 @@ def log_probs_of_rows(log_probs: NDArray[np.float32], lengths: Sequence[int]) ->
     rows, width = log_probs.shape
     starts = np.arange(rows) * width if rows > 1 else np.cumsum(tokens) - tokens
     return [flat[start : start + length] for start, length in zip(starts, tokens, strict=True)]
-
-
-def gather_rows(batches: list[list[NDArray[np.float32]]], dims: ParallelDims, rank: int) -> list[NDArray[np.float32]]:
-    """Return the rows of all data-parallel ranks in data set order. Called by all ranks together.
-
-    Args:
-        batches: this rank's rows, [batch][row].
-    """
-    ranks = gather_objects(batches if dims.sp_rank(rank) == 0 else [])[:: dims.sp]
-    return [row for dealt in zip(*ranks, strict=True) for batch in dealt for row in batch]

@@ -7,6 +7,7 @@ they are trained are read from there.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from bisect import bisect_right
@@ -136,7 +137,6 @@ class StateReader:
         self.folder, self.parameters, self.last_step = folder, parameters, last_step
         self._stored: dict[Path, tuple[BufferedReader, dict[str, StoredWeight]]] = {}
         self._buffer = np.empty(BLOCK_BYTES, dtype=np.uint8)
-        self._weight_map: dict[str, str] | None = None
         with damage_named(folder / INDEX):
             index = json.loads((folder / INDEX).read_text())
             self.kinds: dict[str, bool] = {str(kind): bool(is_scalar) for kind, is_scalar in index["kinds"].items()}
@@ -148,15 +148,13 @@ class StateReader:
                 for name, held in index["parameters"].items()
             }
 
-    def fill(self, piece: ParameterShard, *, only: Iterable[str] | None = None) -> None:
+    def fill(self, piece: ParameterShard) -> None:
         """Fill the piece's views with its range from the files.
 
         Raises:
             CheckpointError: if they lack a part of it.
         """
         for kind, target in piece.states.items():
-            if only is not None and kind not in only:
-                continue
             if kind == WEIGHT and WEIGHT not in self.kinds:
                 self._fill_from_model(piece, target)
             else:
@@ -205,20 +203,18 @@ class StateReader:
     def _fill_from_model(self, piece: ParameterShard, target: Tensor) -> None:
         """Read a range of a weight from the model's files."""
         with damage_named(self.folder / SAFE_WEIGHTS_INDEX_NAME):
-            path = self._model_file(piece.name)
+            file = self._weight_map.get(piece.name, SAFE_WEIGHTS_NAME)
+            if Path(file).name != file:
+                raise CheckpointError(f"{self.folder / SAFE_WEIGHTS_INDEX_NAME} names {file!r}, outside its folder.")
+        path = self.folder / file
         with damage_named(path):
             self._read(path, piece.name, piece.shape, piece.start, target)
             check_values(WEIGHT, target, name=piece.name, path=path)
 
-    def _model_file(self, name: str) -> Path:
-        if self._weight_map is None:
-            self._weight_map = {}
-            if (index := self.folder / SAFE_WEIGHTS_INDEX_NAME).exists():
-                self._weight_map = dict(json.loads(index.read_text())["weight_map"])
-        file = self._weight_map.get(name, SAFE_WEIGHTS_NAME)
-        if Path(file).name != file:
-            raise CheckpointError(f"{self.folder / SAFE_WEIGHTS_INDEX_NAME} names {file!r}, outside its folder.")
-        return self.folder / file
+    @functools.cached_property
+    def _weight_map(self) -> dict[str, str]:
+        index = self.folder / SAFE_WEIGHTS_INDEX_NAME
+        return dict(json.loads(index.read_text())["weight_map"]) if index.exists() else {}
 
 
 def _checked_ranges(name: str, held: Any, numel: int, num_files: int) -> tuple[list[int], list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,7 @@ class ResumableMixin(SavingMixin):
         reader = StateReader(folder, manifest.parameters)
         with torch.no_grad():
             for piece in parameter_shards(self.model_wrapped, self.optimizer):
-                reader.fill(piece, only=(WEIGHT,))
+                reader.fill(replace(piece, states={WEIGHT: piece.states[WEIGHT]}))
 
 
 class _Continued(TrainerCallback):
