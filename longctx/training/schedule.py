@@ -133,14 +133,3 @@ def rate_of_step(args: SFTConfig, num_steps: int) -> Callable[[int], float]:
     )
     (base,), (factor,) = scheduler.base_lrs, scheduler.lr_lambdas  # of the only parameter group
     return lambda step: base * factor(step)
-
-
-def add_defaults(optimizer: Any) -> None:
-    """Give DeepSpeed's optimizer the `defaults` of the torch optimizer inside it, which some schedules read.
-
-    Args:
-        optimizer: accelerate's wrapper, or torch's optimizer.
-    """
-    zero = getattr(optimizer, "optimizer", None)
-    if zero is not None and not hasattr(zero, "defaults"):
-        zero.defaults = zero.optimizer.defaults

@@ -55,7 +55,6 @@ from longctx.training.metrics import StepMetrics
 from longctx.training.nonfinite import meet_nonfinite
 from longctx.training.objective import Objective
 from longctx.training.progress import print_lines
-from longctx.training.schedule import add_defaults
 from longctx.upstream.accelerate_internals import allow_meta, fsdp2_plugin, keep_sums_in_fp32, update_shards
 from longctx.upstream.transformers_internals import average_running_loss, keep_mode, list_parameters, mean_running_loss
 
@@ -202,7 +201,9 @@ class SequenceMixin(EvaluatingMixin):
         return prepared
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        add_defaults(self.optimizer)
+        zero = getattr(self.optimizer, "optimizer", None)
+        if zero is not None and not hasattr(zero, "defaults"):  # DeepSpeed's, which some schedules read
+            zero.defaults = zero.optimizer.defaults
         return super().create_scheduler(*args, **kwargs)
 
     @contextmanager

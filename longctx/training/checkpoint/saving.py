@@ -87,17 +87,6 @@ class SavingMixin(PushingMixin):
         names = trained_shapes(self.model_wrapped).keys()
         return not hasattr(self.model, "peft_config") and names <= names_kept(self.model)
 
-    def layout(self) -> dict[str, Any]:
-        """Return the run's degrees, and `sequences_per_step`, which resuming must not change."""
-        dims = self.sequence.dims
-        return {
-            "sequences_per_step": self.get_total_train_batch_size(self.args),
-            "world_size": dims.world_size,
-            "sp": dims.sp,
-            "ring": dims.ring,
-            "dp_replicate": dims.dp_replicate,
-        }
-
     def _check_weights(self) -> None:
         """Check on all ranks together that weights are finite, except those that were not before training.
 
@@ -335,10 +324,11 @@ class SavingMixin(PushingMixin):
         """
         if self.args.save_only_model or not self.is_world_process_zero():
             return None
-        record = RunRecord.read(output_dir)
+        record, dims = RunRecord.read(output_dir), self.sequence.dims
+        degrees = {name: getattr(dims, name) for name in ("world_size", "sp", "ring", "dp_replicate")}
         return Manifest(
             step=self.state.global_step,
-            layout=self.layout(),
+            layout={"sequences_per_step": self.get_total_train_batch_size(self.args), **degrees},
             optimization=optimization_flags(self.args),
             parameters=trained_shapes(self.model_wrapped),
             data=dict(self.data_identity()),

@@ -75,7 +75,7 @@ class ResumableMixin(SavingMixin):
         manifest = read_manifest(folder)
         if self.is_world_process_zero():  # a trainer of one's own has not asked before it read the weights
             now = {"data": dict(self.data_identity()), "optimization": optimization_flags(self.args)}
-            check_same(manifest, folder, sequences_per_step=self.layout()["sequences_per_step"], **now)
+            check_same(manifest, folder, sequences_per_step=self.get_total_train_batch_size(self.args), **now)
         here = trained_shapes(self.model_wrapped)
         if manifest.parameters != here:
             name = next(n for n in {**manifest.parameters, **here} if manifest.parameters.get(n) != here.get(n))
