@@ -133,13 +133,7 @@ class EvaluatingMixin(ResumableMixin):
         with torch.no_grad(), self.compute_loss_context_manager():
             shard, outputs = self._forward(model, inputs)
             _, extra = self.objective.measure(shard, outputs, inputs.extras)
-        self._token_means.add(
-            shift_labels=shard.shift_labels,
-            losses=outputs.losses,
-            correct=outputs.is_top1,
-            entropy=outputs.entropy,
-            extra=extra,
-        )
+        self._token_means.add(shard, outputs, extra)
         if self._predictions is not None:
             whole = self.sequence.unshard(outputs.log_probs, shard.layout).float().cpu().numpy()
             self._predictions.append(log_probs_of_rows(whole, inputs.layout.lengths))

@@ -13,11 +13,13 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from longctx.data import IGNORE_INDEX
+from longctx.layers.loss import TokenOutputs
 from longctx.layers.routers import Routers
 from longctx.machine.speeds import PEAK_FLOPS
 from longctx.model.allow_list import has_experts, has_windows, head_sizes
 from longctx.model.recurrent import recurrent_sizes
 from longctx.regions import PARTS, clock
+from longctx.sequence.batch import ShardedBatch
 from longctx.sequence.host_tensors import send
 from longctx.sequence.shard import Shard
 from longctx.training.peak_memory import GIB, PeakMemory, of_ranks
@@ -265,12 +267,11 @@ class TokenMeans:
         num_experts = 0 if self._routers is None else self._routers.shape[1]
         self._experts = torch.zeros(2, num_experts, dtype=torch.float64, device=device)
 
-    def add(
-        self, *, shift_labels: Tensor, losses: Tensor, correct: Tensor, entropy: Tensor, extra: Tensor | None = None
-    ) -> None:
-        """Count one batch of this rank's tokens, each [1, T/P]; all but the labels are 0 where nothing is learnt."""
-        is_label = shift_labels != IGNORE_INDEX
-        sums = [values.double().sum() for values in (is_label, losses, correct, entropy)]
+    def add(self, shard: ShardedBatch, outputs: TokenOutputs, extra: Tensor | None = None) -> None:
+        """Count one batch of this rank's tokens. The model's outputs are 0 where nothing is learnt."""
+        assert outputs.is_top1 is not None, "the head returns it unless it is told not to"
+        is_label = shard.shift_labels != IGNORE_INDEX
+        sums = [of.double().sum() for of in (is_label, outputs.losses, outputs.is_top1, outputs.entropy)]
         self._sums += torch.stack([*sums, *(() if extra is None else extra)])
         if self._routers is not None:
             self._experts += torch.stack(self._routers.latest[1:])
