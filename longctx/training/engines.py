@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
+from longctx.launch.store import meeting_point
 from longctx.upstream.accelerate_internals import start_on_gloo
 from longctx.upstream.deepspeed_internals import lighten_steps, start_deepspeed_on_gloo
 
@@ -51,8 +52,6 @@ def start_on_cpu(engine: str, timeout: timedelta | None = None) -> None:
     Args:
         timeout: how long ranks wait for each other; torch's default if None.
     """
-    from longctx.launch.store import meeting_point
-
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     start_on_gloo(engine, **meeting_point(os.environ), **({} if timeout is None else {"timeout": timeout}))
     if engine == "deepspeed":
@@ -67,8 +66,6 @@ def start_on_gpu(timeout: timedelta, backend: str | None) -> None:
     Args:
         backend: --ddp_backend; accelerate's choice if None.
     """
-    from longctx.launch.store import meeting_point
-
     if meeting := meeting_point(os.environ):
         from accelerate import PartialState
 

@@ -119,9 +119,8 @@ class RunRecord:
         with suppress(psutil.Error):
             process = psutil.Process(self.pid)
             is_same = abs(process.create_time() - self.process_started) < 1
-            return (
-                is_same and process.status() != psutil.STATUS_ZOMBIE
-            )  # a killed process whose parent has not waited for it
+            # A zombie is a killed process whose parent has not waited for it.
+            return is_same and process.status() != psutil.STATUS_ZOMBIE
         return False
 
 

@@ -143,10 +143,9 @@ def check_side_files(folder: Path, manifest: Manifest, rank: int) -> None:
             if not _is_logged(entry):
                 raise TypeError(f"log_history has an entry {str(entry)[:60]!r}")
         for state in (values["stateful_callbacks"] or {}).values():
-            if not all(
-                isinstance(part["attributes"], dict) for part in (state if isinstance(state, list) else [state])
-            ):
-                raise TypeError("stateful_callbacks has no attributes")
+            for part in state if isinstance(state, list) else [state]:
+                if not isinstance(part["attributes"], dict):
+                    raise TypeError("stateful_callbacks has no attributes")
         TrainerState.load_from_json(str(path))
     if (own := random_file(folder, rank)).is_file():
         read_random_state(own)
