@@ -50,6 +50,11 @@ def write_page(folder: Path, catalogue: Any, lines: Sequence[Line]) -> None:
     (folder / PAGE).write_text("\n".join(text for part in parts for text in part))
 
 
+def _section(title: str, *paragraphs: str) -> Iterator[str]:
+    for text in (f"## {title}", *paragraphs):
+        yield from (text, "")
+
+
 def _head(device: Line) -> Iterator[str]:
     versions = ", ".join(f"{name} {number}" for name, number in device["versions"].items())
     yield f"# {device['device']}: predicted and measured"
@@ -71,10 +76,7 @@ def _checks(lines: Sequence[Line]) -> Iterator[str]:
         counts = [
             f"{line[word]} {word}" for word in ("passed", "failed", "errors", "error", "skipped") if line.get(word)
         ]
-        yield "## Checks"
-        yield ""
-        yield f"`pytest -m gpu`, without the tests of every model type: {', '.join(counts)}."
-        yield ""
+        yield from _section("Checks", f"`pytest -m gpu`, without the tests of every model type: {', '.join(counts)}.")
         yield from (f"- failed: `{name}`" for name in line["failures"])
         if line["failures"]:
             yield ""
@@ -85,25 +87,14 @@ def _speeds(device: Line, measured: Speeds | None, table: SpeedTable) -> Iterato
         return
     known, kernel = row_of(device["device"], table), known_kernel(device["kernel"], table)
     named = Speeds.of(known, kernel, table) if known and kernel in table.kernels(known) else None
-    yield "## Speeds"
-    yield ""
-    yield "What the forecast takes from its table of speeds, beside what `longctx plan --measure` finds."
-    yield ""
-    yield from _table(
-        ("", "predicted", "measured", "measured / predicted"),
-        [
-            (label, _number(before, scale), _number(now, scale), _ratio(now, before))
-            for label, scale, before, now in (
-                (
-                    label,
-                    scale,
-                    None if named is None else get(named),
-                    get(measured),
-                )
-                for label, scale, get in _SPEEDS
-            )
-        ],
+    yield from _section(
+        "Speeds", "What the forecast takes from its table of speeds, beside what `longctx plan --measure` finds."
     )
+    rows = []
+    for label, scale, get in _SPEEDS:
+        before, now = None if named is None else get(named), get(measured)
+        rows.append((label, _number(before, scale), _number(now, scale), _ratio(now, before)))
+    yield from _table(("", "predicted", "measured", "measured / predicted"), rows)
 
 
 _SPEEDS: Sequence[tuple[str, float, Any]] = (
@@ -123,10 +114,10 @@ def _kernels(device: Line, lines: Sequence[Line], table: SpeedTable) -> Iterator
         return
     known = row_of(device["device"], table)
     peak = table.values("peak_flops").get(known or "")
-    yield "## Attention kernels"
-    yield ""
-    yield "TFLOP/s of causal attention in bf16, only legal pairs counted. Predicted are parts of the dense peak."
-    yield ""
+    yield from _section(
+        "Attention kernels",
+        "TFLOP/s of causal attention in bf16, only legal pairs counted. Predicted are parts of the dense peak.",
+    )
     rows = []
     for line in there:
         kernel = known_kernel(line["kernel"], table)
@@ -157,10 +148,10 @@ def _loss(lines: Sequence[Line]) -> Iterator[str]:
     ]
     if not rows:
         return
-    yield "## The loss"
-    yield ""
-    yield "Losses of bf16 logits and their gradient: one tile, and a head of four tiles with its matrix products."
-    yield ""
+    yield from _section(
+        "The loss",
+        "Losses of bf16 logits and their gradient: one tile, and a head of four tiles with its matrix products.",
+    )
     yield from _table(("vocabulary", "tokens", "", "ms", "10⁹ logits/s"), rows)
 
 
@@ -168,14 +159,14 @@ def _ring(lines: Sequence[Line]) -> Iterator[str]:
     there = [line for line in lines if line["status"] == OK]
     if not there:
         return
-    yield "## A ring's ranks on one device"
-    yield ""
-    yield (
-        "Seconds of a rank times the number of ranks, over one call for the whole pack, without communication: 1 is a "
-        "ring that loses nothing. Planned is the imbalance of attention's work, which is the least that the slowest "
-        "can take."
+    yield from _section(
+        "A ring's ranks on one device",
+        (
+            "Seconds of a rank times the number of ranks, over one call for the whole pack, without communication: 1 "
+            "is a ring that loses nothing. Planned is the imbalance of attention's work, which is the least that the "
+            "slowest can take."
+        ),
     )
-    yield ""
     rows = [
         (
             str(line["ranks"]),
@@ -194,18 +185,18 @@ def _steps(catalogue: Any, machine: Machine | None, lines: Sequence[Line]) -> It
     if not lines:
         return
     found = {(line["model"], line["length"], line["way"]): seconds(line) for line in lines}
-    yield "## Steps"
-    yield ""
-    yield (
-        "One document a step, bf16 with fp32 weights and states, batch size 1. `auto` is the default on one GPU; "
-        "`balanced` has checkpoints, as TRL has. In both, norms, activations and rotary embeddings are Liger's from 8 "
-        "million hidden states on. `compiled` has `--torch_compile`, `DeepSpeed` is ZeRO-3 on one rank, and `packed` "
-        "has rows of several documents. A step of DPO has a pair whose prompt is half of the tokens and each answer a "
-        "quarter; QLoRA trains an adapter on weights of 4 bits. Both are compared with TRL's own. Predicted seconds "
-        "are by the speeds measured above, predicted memory by the closed form when it was measured; both of longctx's "
-        "own steps alone."
+    yield from _section(
+        "Steps",
+        (
+            "One document a step, bf16 with fp32 weights and states, batch size 1. `auto` is the default on one GPU; "
+            "`balanced` has checkpoints, as TRL has. In both, norms, activations and rotary embeddings are Liger's "
+            "from 8 million hidden states on. `compiled` has `--torch_compile`, `DeepSpeed` is ZeRO-3 on one rank, "
+            "and `packed` has rows of several documents. A step of DPO has a pair whose prompt is half of the tokens "
+            "and each answer a quarter; QLoRA trains an adapter on weights of 4 bits. Both are compared with TRL's "
+            "own. Predicted seconds are by the speeds measured above, predicted memory by the closed form when it was"
+            " measured; both of longctx's own steps alone."
+        ),
     )
-    yield ""
     rows = []
     for line in lines:
         kind = next((f", {kind}" for kind in ("DPO", "QLoRA") if kind in line["way"]), "")
@@ -232,10 +223,10 @@ def _memory_options(catalogue: Any, machine: Machine | None, lines: Sequence[Lin
     if not lines:
         return
     plain = next((line for line in lines if line["way"] == "none" and line["status"] == OK), None)
-    yield "## Memory options"
-    yield ""
-    yield f"{lines[0]['model']}, one document of {lines[0]['length']:,} tokens; each option over the step without it."
-    yield ""
+    yield from _section(
+        "Memory options",
+        f"{lines[0]['model']}, one document of {lines[0]['length']:,} tokens; each option over the step without it.",
+    )
     rows = []
     for line in lines:
         against = ("", "")
@@ -256,13 +247,13 @@ def _memory_options(catalogue: Any, machine: Machine | None, lines: Sequence[Lin
 def _longest(most: int, lines: Sequence[Line]) -> Iterator[str]:
     if not lines:
         return
-    yield "## The longest sequence"
-    yield ""
-    yield (
-        f"{lines[0]['model']}, one document, within {lines[0]['budget'] / GIB:.0f} GiB of the device: sequences that "
-        f"fill all of it take minutes a step. No length above {most:,} tokens is tried."
+    yield from _section(
+        "The longest sequence",
+        (
+            f"{lines[0]['model']}, one document, within {lines[0]['budget'] / GIB:.0f} GiB of the device: sequences "
+            f"that fill all of it take minutes a step. No length above {most:,} tokens is tried."
+        ),
     )
-    yield ""
     ways = list(dict.fromkeys(line["way"] for line in lines))
     of_trl = _longest_of(lines, "TRL")
     rows = []
@@ -282,8 +273,7 @@ def _failed(lines: Sequence[Line]) -> Iterator[str]:
     failed = [line for line in lines if line["status"] in ("fail", "timeout")]
     if not failed:
         return
-    yield "## What failed"
-    yield ""
+    yield from _section("What failed")
     for line in failed:
         yield f"- {line['kind']}: {line['name']}: {line['status']}, {line.get('error', '')}"
     yield ""
@@ -291,19 +281,13 @@ def _failed(lines: Sequence[Line]) -> Iterator[str]:
 
 def _constants(lines: Sequence[Line], table: SpeedTable) -> Iterator[str]:
     """Constants of the forecast, as these figures would have them."""
-    yield "## Constants"
-    yield ""
     try:
         found = changes(lines, table)
     except ValueError as error:
-        yield str(error)
-        yield ""
+        yield from _section("Constants", str(error))
         return
-    yield (
-        "Of the table of speeds (`longctx/machine/speeds.toml`), as these figures have them; of a kernel on its "
-        "longest single document. `--refit` writes them there."
-    )
-    yield ""
+    about = "Of the table of speeds (`longctx/machine/speeds.toml`), as these figures have them; of a kernel on its "
+    yield from _section("Constants", f"{about}longest single document. `--refit` writes them there.")
     rows = [
         (
             f"{change.device} {change.name}",
