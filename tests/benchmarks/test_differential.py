@@ -129,14 +129,11 @@ def test_the_reference_trains_as_a_stock_trainer(optimizer, tmp_path):
     assert found["weights"]["all" if optimizer == "adamw_torch" else "update"] < 1e-3
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param(method, marks=() if method == "dpo sigmoid, sft" else pytest.mark.long)
-        for method in PREFERENCES
-        if method not in ("dpo simpo", "dpo without a reference")  # DPOTrainer has neither
-    ],
-)
+COMPARED = [name for name in PREFERENCES if name not in ("dpo simpo", "dpo without a reference")]
+"""DPOTrainer has neither of the two."""
+
+
+@pytest.mark.parametrize("method", few(COMPARED, ["dpo sigmoid, sft"]))
 def test_the_reference_trains_on_pairs_as_trl(method, tmp_path):
     """Also in the tokens of the pairs, which DPOTrainer makes of their records itself."""
     from trl import DPOConfig, DPOTrainer

@@ -28,6 +28,7 @@ from longctx.machine.speeds import Speeds
 from longctx.ring.transport import PeerToPeer
 from longctx.sequence.mesh import ParallelDims, select_device, sequence_groups
 from tests import parity_page
+from tests.few import few
 from tests.model.test_models import TOLERANCE, largest_error, make_batch, make_model, stock_step
 from tests.reference import train_reference
 from tests.softcuda.ranks import soft_environment
@@ -166,29 +167,19 @@ OTHER_RUNS = {
 }
 
 
-@pytest.mark.parametrize(
-    "runs",
-    [
-        pytest.param({CHUNKED[-1]: RUNS[CHUNKED[-1]]}, id="chunks"),
-        pytest.param(
-            {case: flags for case, flags in RUNS.items() if case != CHUNKED[-1]}, id="engines", marks=pytest.mark.long
-        ),
-        *(
-            pytest.param(
-                {case: flags},
-                id=case.replace(", ", "-").replace(" ", "_"),
-                marks=() if case == OFFLOADED else pytest.mark.long,
-            )
-            for case, flags in OTHER_RUNS.items()
-        ),
-    ],
-)
-def test_training_on_soft_gpus_equals_one_process(runs, models, tmp_path, documents_file, parity_table, soft_gpus):
+GROUPS = {
+    "chunks": [CHUNKED[-1]],
+    "engines": [case for case in RUNS if case != CHUNKED[-1]],
+    **{case: [case] for case in OTHER_RUNS},
+}
+
+
+@pytest.mark.parametrize("group", few(GROUPS, ["chunks", OFFLOADED]))
+def test_training_on_soft_gpus_equals_one_process(group, models, tmp_path, documents_file, parity_table, soft_gpus):
     """In fp32, with the tolerances of training on CPUs."""
     documents, data = documents_file
-    cases = {
-        case: arguments_of([*flags, "--bf16", "False"], models, tmp_path / case, data) for case, flags in runs.items()
-    }
+    runs = {case: [*(RUNS | OTHER_RUNS)[case], "--bf16", "False"] for case in GROUPS[group]}
+    cases = {case: arguments_of(flags, models, tmp_path / case, data) for case, flags in runs.items()}
     reference = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
     for case, results in soft_gpus.run(2, "tests.training.test_training:run_cases", cases, backend=None)[0].items():
         check(results, reference, case, "soft GPUs", parity_table)

@@ -15,6 +15,7 @@ from longctx.attention.choice import documents_given
 from longctx.model.rope import context_length, extended, parse_rope_scaling, scaling_for
 from longctx.model.tiny import tiny_config
 from longctx.train import main
+from tests.few import few
 from tests.reference import train_reference
 from tests.small_model import save_small_model
 from tests.training.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
@@ -74,13 +75,7 @@ def run_cases(cases, resumed):
     return results, ""
 
 
-PARAMETERS = [
-    pytest.param(name, marks=() if name == "yarn" else pytest.mark.long, id=name.replace(", ", "-"))
-    for name in SCALINGS
-]
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", few(SCALINGS, ["yarn"]))
 def test_a_scaled_run_is_that_of_the_scaled_model(name, folder, tmp_path, parity_table):
     """On ring and Ulysses, from the first step to the folder that is saved; and resumed with the same scaling alone."""
     flag, rope_parameters = SCALINGS[name]
