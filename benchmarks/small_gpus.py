@@ -50,7 +50,7 @@ class Row(NamedTuple):
         if (exposed := self.best.cost.seconds.get("weights", 0.0)) >= 0.05:
             gather += f", {exposed:.1f} of it exposed"
         flags = self.flags.replace(" --", "` `--")  # each in a span of its own, which is not broken over lines
-        numbers = f"{self.best.speed:,.0f}", f"{self.best.cost.step_seconds:,.1f}", gather
+        numbers = f"{self.best.cost.speed:,.0f}", f"{self.best.cost.step_seconds:,.1f}", gather
         return [str(self.cards), f"{self.length:,}", *numbers, f"`{flags}`"]
 
 
@@ -64,7 +64,7 @@ def rows(model: str, card: str, cards: int) -> Iterator[Row]:
         plan = Plan(settings, machine, cards, lengths=LENGTHS, documents=one_document)
         for length, choices in plan.choices.items():
             best = choices[0]
-            if best.level > 0:
+            if best.cost.level > 0:
                 return
             scaling = plan.scaling(length)
             flags = flags_of(best) + (f" --rope_scaling {scaling}" if scaling else "")

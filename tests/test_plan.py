@@ -75,15 +75,15 @@ def test_the_fastest_that_leaves_a_tenth_free_is_recommended(plan, length) -> No
         assert one.cost.device_bytes <= 0.9 * plan.machine.device_bytes
         assert one.cost.host_bytes <= 0.9 * plan.machine.host_bytes
     roomy = [one for one in plan.choices[length] if one.cost.used <= 0.9]
-    assert best.speed >= max(one.speed for one in roomy) / 1.02
+    assert best.cost.speed >= max(one.cost.speed for one in roomy) / 1.02
     assert second.shape.sp != best.shape.sp
-    assert second.speed >= max(one.speed for one in roomy if one.shape.sp != best.shape.sp) / 1.02
+    assert second.cost.speed >= max(one.cost.speed for one in roomy if one.shape.sp != best.shape.sp) / 1.02
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_of_equal_speeds_the_simplest_is_recommended(plan, length) -> None:
-    best = plan.best(length)
-    ties = [one for one in plan.choices[length] if one.level == 0 and one.speed >= 1.02 * best.speed / 1.0201]
+    best, roomy = plan.best(length), [one for one in plan.choices[length] if one.cost.level == 0]
+    ties = [one for one in roomy if one.cost.speed >= 1.02 * best.cost.speed / 1.0201]
     assert len(best.asked) == min(len(one.asked) for one in ties)
 
 
@@ -158,7 +158,7 @@ def test_the_text_says_everything_once_and_ends_with_the_page(plan, capsys) -> N
     assert "8 × H100 of 79 GiB, 8 a node with 1,770 GiB of host memory (--host_memory_gib)" in paragraphs[0]
     assert paragraphs[1].startswith("Recommended for 1,048,576 tokens: ")
     best = plan.best(plan.length)
-    assert f"{best.speed:,.0f} tokens/s a device" in paragraphs[1]
+    assert f"{best.cost.speed:,.0f} tokens/s a device" in paragraphs[1]
     assert f"Device: {best.cost.device_bytes / 2**30:.1f} of 79.2 GiB; peak: {best.cost.moment};" in paragraphs[1]
     assert f"Host, a node: {best.cost.host_bytes / 2**30:,.1f} of 1,769.5 GiB" in paragraphs[1]
     assert f"Disk: {best.cost.disk['checkpoint'] / 2**30:.1f} GiB for each checkpoint" in paragraphs[1]

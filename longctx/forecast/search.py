@@ -59,16 +59,6 @@ class Choice:
         """The values of the flags that ask for the preset and the options."""
         return {"memory": self.memory, **memory_flags(self.asked)}
 
-    @property
-    def level(self) -> int:
-        """See `Cost.level`."""
-        return self.cost.level
-
-    @property
-    def speed(self) -> float:
-        """Tokens a second and device."""
-        return self.cost.speed
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Candidate:

@@ -274,7 +274,7 @@ def _assumptions(plan: Plan) -> str:
 
 def _recommended(plan: Plan, best: Choice) -> Iterator[str]:
     of, machine, shape = best.cost, plan.machine, best.shape
-    free = f"leaves {FREE_PART:.0%} of the memory free" if best.level == 0 else "fits; none leaves 10% of it free"
+    free = f"leaves {FREE_PART:.0%} of the memory free" if best.cost.level == 0 else "fits; none leaves 10% of it free"
     engine = "" if shape.engine == "none" else f" on {shape.engine_name}"
     parts = ", ".join(f"{name} {_seconds(s)}" for name, s in _by_size(of.seconds) if s >= 0.01 * of.step_seconds)
     sequences = of.tokens // of.length
@@ -349,7 +349,7 @@ def _table(plan: Plan) -> str:
 def _speed(choice: Choice) -> str:
     """Return tokens a second and device; the memory that is full where they do not fit."""
     if choice.cost.fits:
-        return f"{choice.speed:,.0f}"
+        return f"{choice.cost.speed:,.0f}"
     return "host full" if choice.cost.binds == "host" else "–"
 
 
@@ -364,7 +364,7 @@ def _advice(plan: Plan, best: Choice | None) -> list[str]:
             "what follows -m longctx.train to examples/slurm/several_nodes.sbatch."
         )
     if (second := plan.best(plan.length, besides=best.shape.sp)) is not None:
-        lines.append(f"Next best: {second.speed:,.0f} tokens/s a device with {flags_of(second)}")
+        lines.append(f"Next best: {second.cost.speed:,.0f} tokens/s a device with {flags_of(second)}")
     lines += [_other_engine(plan, best), _faster_kernel(plan, best)]
     return [line for line in lines if line][:MOST_ADVICE]
 
@@ -377,8 +377,8 @@ def _other_engine(plan: Plan, best: Choice) -> str:
     other = replace(shape, engine="fsdp2" if shape.zero_stage is not None else "zero3")
     fixed, documents = next(iter(plan.runs.values())).asked_memory_options, plan.documents(plan.length)
     for one in search([other], plan.machine, plan.length, documents, fixed=fixed):
-        if one.level == 0 and one.speed > A_TIE * best.speed:
-            return f"With --engine {other.engine_name}: {one.speed:,.0f} tokens/s a device with {flags_of(one)}"
+        if one.cost.level == 0 and one.cost.speed > A_TIE * best.cost.speed:
+            return f"With --engine {other.engine_name}: {one.cost.speed:,.0f} tokens/s a device with {flags_of(one)}"
     return ""
 
 
@@ -394,7 +394,7 @@ def _faster_kernel(plan: Plan, best: Choice) -> str:
         other = replace(other, device_bytes=machine.device_bytes)
         speeds[kernel] = cost(best.shape, other, plan.length, documents).speed
     kernel, speed = max(speeds.items(), key=lambda item: item[::-1], default=("", 0.0))
-    if speed <= WORTH_NAMING * best.speed:
+    if speed <= WORTH_NAMING * best.cost.speed:
         return ""
     return f"With {kernel} installed: {speed:,.0f} tokens/s a device; --kernel {shlex.quote(kernel)} plans with it."
 

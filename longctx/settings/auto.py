@@ -40,7 +40,7 @@ def choose_layout(values: Settings, world_size: int, facts: Facts) -> Run:
     order = iter(_ranked(values, runs))
     for best, run in arranged(((one, _with(values, one)) for one in order), facts, obstacles):
         rest, launched = list(order), values["num_processes"]
-        second = next((one for one in rest if one.level == 0), None)
+        second = next((one for one in rest if one.cost.level == 0), None)
         smaller = (one for one in rest if one.cost.fits and one.cost.of_device < SMALLER * best.cost.of_device)
         return replace(
             run,
@@ -144,10 +144,10 @@ def _flags(choice: Choice, launched: int | None) -> str:
 def _reason(asked: str, values: Settings, best: Choice, second: Choice | None) -> str:
     """Return why the option was chosen, and the next best one."""
     launched = values["num_processes"]
-    if best.level == 0:
+    if best.cost.level == 0:
         why = f"predicted to be the fastest that leaves {FREE_PART:.0%} of memory free"
     else:
-        why = "predicted to need the least memory" if best.level == 2 else "the fastest that is predicted to fit"
+        why = "predicted to need the least memory" if best.cost.level == 2 else "the fastest that is predicted to fit"
     text = f"{_flags(best, launched)} ({asked or 'by default'}: {why}"
     if second is not None:
         text += f"; next best: {_flags(second, launched)}, {second.cost.describe()}"

@@ -83,7 +83,7 @@ def test_no_uniform_choice_is_faster(shapes, length) -> None:
     """By more than the 2% within which the simplest is taken."""
     best = search(shapes, MACHINE, length)[0]
     assert best.cost.used <= 0.9
-    assert best.speed >= fastest_uniform(shapes, length) / A_TIE
+    assert best.cost.speed >= fastest_uniform(shapes, length) / A_TIE
 
 
 @pytest.mark.parametrize(("length", "gain"), [(3 << 20, 1.05)])
@@ -91,7 +91,7 @@ def test_layers_that_differ_are_faster_where_memory_is_left(shapes, length, gain
     """Where attention's output fits in some layers only."""
     best = search(shapes, MACHINE, length)[0]
     assert best.asked.keys() & {"whole_layers", "offloaded_layers", "selective"}
-    assert best.speed > gain * fastest_uniform(shapes, length)
+    assert best.cost.speed > gain * fastest_uniform(shapes, length)
 
 
 def of_few_layers(name: str, layers: int) -> ModelSizes:
@@ -145,7 +145,7 @@ def test_the_choice_is_at_most_1_percent_slower_than_any_there_is(gib, host_byte
     """It fits as well, and costs at most 2% more where that takes fewer options or less host memory."""
 
     def weighed(choice: Choice) -> float:
-        return choice.cost.used if choice.level == 2 else choice.cost.step_seconds
+        return choice.cost.used if choice.cost.level == 2 else choice.cost.step_seconds
 
     assert len(SMALL) >= 20
     for shape in SMALL:
@@ -157,7 +157,7 @@ def test_the_choice_is_at_most_1_percent_slower_than_any_there_is(gib, host_byte
             patch.setattr(search_module, "A_TIE", 1.0)
             [fast] = search([shape], machine, length)
         level, best = exhaustive(shape, machine, length)
-        assert simple.level == fast.level == level
+        assert simple.cost.level == fast.cost.level == level
         assert weighed(fast) <= 1.01 * best
         assert weighed(simple) <= A_TIE * weighed(fast)
         assert (len(simple.asked), simple.cost.host_bytes) <= (len(fast.asked), fast.cost.host_bytes)
@@ -193,11 +193,11 @@ def test_a_run_has_no_options_if_that_costs_at_most_2_percent(shapes, length, is
     best, *others = search(shapes, MACHINE, length)
     plain = search(shapes, MACHINE, length, memory="balanced")[0]
     for one in others:
-        if one.level == best.level and one.speed > best.speed:
+        if one.cost.level == best.cost.level and one.cost.speed > best.cost.speed:
             assert (len(one.asked), one.cost.host_bytes) >= (len(best.asked), best.cost.host_bytes)
     monkeypatch.setattr(search_module, "A_TIE", 1.0)
     fastest = search(shapes, MACHINE, length)[0]
-    assert (plain.level == 0 and plain.speed * A_TIE >= fastest.speed) == is_plain
+    assert (plain.cost.level == 0 and plain.cost.speed * A_TIE >= fastest.cost.speed) == is_plain
     assert (not best.asked) == is_plain
 
 
@@ -208,7 +208,7 @@ def test_speed_falls_continuously_with_the_length(shapes) -> None:
     """
     ulysses = [shape for shape in shapes if str(shape.arrangement) == "ulysses 8"]
     found: list[Choice] = [search(ulysses, MACHINE, int(32768 * 1.1**n))[0] for n in range(48)]
-    speeds = [one.speed for one in found if one.level == 0]
+    speeds = [one.cost.speed for one in found if one.cost.level == 0]
     drops = 1 - np.array(speeds[1:]) / np.array(speeds[:-1])
     assert drops.max() < 0.14
 
@@ -291,9 +291,9 @@ def test_what_is_asked_for_is_kept(shapes) -> None:
     [free], [tiled] = search(ulysses, MACHINE, 262144), search(ulysses, MACHINE, 262144, fixed=fixed)
     assert tiled.asked["tiled_mlp"] is False
     assert (tiled.shape.num_selective, tiled.shape.options.whole_layers) == (0, 0)
-    assert tiled.speed < free.speed
+    assert tiled.cost.speed < free.cost.speed
     [tight] = search(ulysses, replace(MACHINE, device_bytes=10e9, host_bytes=1e9), 262144)
-    assert tight.level == 2
+    assert tight.cost.level == 2
 
 
 def test_a_preset_is_taken_as_it_is(shapes) -> None:
