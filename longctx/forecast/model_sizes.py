@@ -28,6 +28,8 @@ class ModelSizes:
     linear_parameters: int
     """Weights of the linear layers in all decoder layers, which --load_in_4bit quantises. Experts are none of them."""
     num_layers: int
+    num_attended: int
+    """Layers with attention."""
     hidden_size: int
     vocab_size: int
     intermediate_size: int
@@ -51,13 +53,6 @@ class ModelSizes:
     has_mlps: bool = True
     """Whether layers have MLPs, which `tiled_mlp` could cut."""
     num_recurrent_layers: int = 0
-    num_attention_layers: int | None = None
-    """Layers with attention; None means all."""
-
-    @property
-    def num_attended(self) -> int:
-        """Layers with attention."""
-        return self.num_layers if self.num_attention_layers is None else self.num_attention_layers
 
     @property
     def query_size(self) -> int:
@@ -113,7 +108,7 @@ class ModelSizes:
             chunk_obstacle=chunk_obstacle(config),
             has_mlps=any(True for _ in find_mlps(model)),
             num_recurrent_layers=recurrent,
-            num_attention_layers=num_mixing_layers(config) - recurrent if recurrent else None,
+            num_attended=num_mixing_layers(config) - recurrent,
             norm_width=max(width for width, _ in norms),
             head_norm_width=max(width for _, width in norms),
             projection_parameters=_linear_parameters(latent[0]) if is_latent(config) else None,

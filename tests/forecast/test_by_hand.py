@@ -40,6 +40,7 @@ MODEL = ModelSizes(
     layer_parameters=784,
     linear_parameters=1536,
     num_layers=2,
+    num_attended=2,
     hidden_size=8,
     vocab_size=32,
     intermediate_size=16,

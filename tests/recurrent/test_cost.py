@@ -102,7 +102,7 @@ def test_forecasts_count_scans_and_maps(sp, ring, slots):
     The gathered maps are counted among what attention's backward pass makes.
     """
     model = replace(ModelSizes.of_config(CONFIG_MAPPING["llama"](num_hidden_layers=4)), recurrent=recurrent_sizes(NEXT))
-    mixed = replace(model, num_recurrent_layers=3, num_attention_layers=1)
+    mixed = replace(model, num_recurrent_layers=3, num_attended=1)
     shape = shape_of(mixed, world_size=8, sp=sp, ring=ring, engine="fsdp2")
     parts = step_seconds(shape, H100S, TOKENS, [TOKENS])
     whole = step_seconds(replace(shape, model=model), H100S, TOKENS, [TOKENS])
