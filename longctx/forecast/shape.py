@@ -176,11 +176,6 @@ class RunShape:
         return self.world_size // self.dp_replicate
 
     @property
-    def multiple(self) -> int:
-        """What the backend needs a row's tokens to be a multiple of."""
-        return ParallelDims.arrange(self.sp, ring=self.ring, ulysses=self.ulysses).multiple
-
-    @property
     def zero_stage(self) -> int | None:
         """DeepSpeed's stage; None on another engine."""
         return int(self.engine.removeprefix("zero")) if self.engine.startswith("zero") else None
@@ -263,8 +258,9 @@ class RunShape:
         return length * self.rows / self.sp
 
     def padded(self, length: int) -> int:
-        """Return the tokens of a row once it is padded."""
-        return -(-length // self.multiple) * self.multiple
+        """Return the tokens of a row once it is padded, as the backend needs it."""
+        multiple = ParallelDims.arrange(self.sp, ring=self.ring, ulysses=self.ulysses).multiple
+        return -(-length // multiple) * multiple
 
 
 def _unverified_with(settings: Mapping[str, Any]) -> str:
