@@ -25,7 +25,7 @@ from longctx.settings.dpo import DPO
 from longctx.settings.flags import SFT
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
-from longctx.settings.resolve import resolve, spreads
+from longctx.settings.resolve import described, resolve, spreads
 
 LLAMA_8B = LlamaConfig(
     hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256
@@ -117,7 +117,7 @@ def test_nothing_takes_more_than_there_is(plan) -> None:
 
 def test_beyond_a_node_are_whole_nodes_and_one_split_of_hybrid(llama) -> None:
     settings = parse_flags(["--model_name_or_path", llama, "--dataset_name", "stdlib"])
-    found = [run.dims for run in spreads(settings, Machine.of("H100", 8), 96)]
+    found = [run.dims for run in spreads(*described(settings, Machine.of("H100", 8), 96), 96)]
     assert {dims.sp for dims in found} == {1, 2, 4, 8, 16, 24, 32, 48, 96}
     ways = {d.sp: (d.ulysses, d.ring) for d in found if d.sp > 8 and min(d.ulysses, d.ring) > 1}
     assert ways == {16: (8, 2), 24: (8, 3), 32: (8, 4), 48: (8, 6), 96: (8, 12)}
@@ -237,7 +237,7 @@ def run_of(command: str, machine: Machine, gpus: int):
     words = shlex.split(command)
     at = words.index("-m") + 1
     settings = parse_flags(words[at + 1 :], {"longctx.train": SFT, "longctx.dpo": DPO}[words[at]])
-    [run] = spreads(settings, machine, gpus)
+    [run] = spreads(*described(settings, machine, gpus), gpus)
     return run
 
 

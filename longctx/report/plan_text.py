@@ -23,7 +23,7 @@ from longctx.machine.speeds import TABLE
 from longctx.model.rope import context_length, scaling_for
 from longctx.settings.arrange import arranged
 from longctx.settings.resolve import described, spreads
-from longctx.settings.run import Run
+from longctx.settings.run import Facts, Run
 from longctx.settings.values import Settings
 
 WIDTH = 120
@@ -84,7 +84,7 @@ class Plan:
     @cached_property
     def runs(self) -> Mapping[str, Run]:
         """By the name of their arrangement."""
-        return {name_of(run.shape): run for run in spreads(self.settings, self.machine, self.gpus)}
+        return {name_of(run.shape): run for run in spreads(*self._described, self.gpus)}
 
     @cached_property
     def _far(self) -> Mapping[str, list[Reach | None]]:
@@ -148,7 +148,7 @@ class Plan:
         return next((one for one, _ in arranged(each, facts, [])), None)
 
     @cached_property
-    def _described(self) -> Any:
+    def _described(self) -> tuple[Settings, Facts]:
         return described(self.settings, self.machine, self.gpus)
 
     def command(self, choice: Choice, length: int) -> str:

@@ -167,19 +167,21 @@ def _as_before(settings: Settings, world_size: int, device: str) -> tuple[Settin
     return settings.note(f"auto chooses anew: the run of {checkpoint} {why}"), ""
 
 
-def spreads(settings: Settings, machine: Machine, world_size: int) -> list[Run]:
+def spreads(settings: Settings, facts: Facts, world_size: int) -> list[Run]:
     """Return a run for every way to spread it over the devices of a machine that is described, and not at hand.
 
     A sequence is shared by a part of a node or by whole nodes. Beyond a node, a hybrid only has the widest exchange
     that stays in one. On one device, DeepSpeed is another way, which keeps states on the host. --sp, --sp_backend,
     --ring_size and --engine that were asked for are kept.
 
+    Args:
+        settings, facts: as `described` returns them.
+
     Raises:
         ValueError: if there is none, as `resolve`.
     """
-    settings, facts = described(settings, machine, world_size)
     obstacles: list[ValueError] = []
-    ways = _ways(settings, num_heads(facts.model_config)[0], machine.per_node, world_size)
+    ways = _ways(settings, num_heads(facts.model_config)[0], facts.machine.per_node, world_size)
     each = ((None, settings.with_("auto", **flags)) for flags in ways)
     runs = [run for _, run in arranged(each, facts, obstacles)]
     if not runs:

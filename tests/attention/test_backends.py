@@ -18,7 +18,7 @@ from longctx.forecast import memory
 from longctx.machine.here import Machine
 from longctx.settings.launcher import BACKEND_OF
 from longctx.settings.read import parse_flags
-from longctx.settings.resolve import spreads
+from longctx.settings.resolve import described, spreads
 from tests.reference import train_reference
 from tests.toy_backend import TOY
 from tests.training.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
@@ -116,7 +116,7 @@ def test_a_new_record_is_planned_swept_and_drawn(toy, tmp_path, monkeypatch) -> 
     from benchmarks.pictures import BACKEND_LOOKS, Bar, max_length_picture
 
     tiny = parse_flags(["--model_name_or_path", "tiny", "--dataset_name", "stdlib"])
-    found = [run for run in spreads(tiny, Machine.of("H100", 4), 4) if run.backend.name == "toy"]
+    found = [run for run in spreads(*described(tiny, Machine.of("H100", 4), 4), 4) if run.backend.name == "toy"]
     assert {(run.dims.ring, run.dims.ulysses, run.engine) for run in found} == {
         (2, 1, "deepspeed"),
         (4, 1, "deepspeed"),
