@@ -14,6 +14,7 @@ from packaging.version import Version
 from longctx.attention.kernels import flash_attn
 from longctx.attention.kernels.blockwise import DENSE_TOKENS, ShortDenseKernel, dense_refusal
 from longctx.attention.kernels.choose import FLASH_ATTENTION
+from longctx.forecast.cost import GIB
 from longctx.forecast.memory import offloaded
 from longctx.forecast.memory_options import NVME
 from longctx.forecast.shape import RunShape
@@ -21,7 +22,6 @@ from longctx.machine.here import available_host_memory
 from longctx.settings.run import Run
 from longctx.upstream.deepspeed_internals import stay_on_cpu
 
-GIB = 2**30
 LARGEST_INT32 = 2**31 - 1
 LONGEST_SOCKET = 107
 """Limit on the path of a Unix socket, in bytes."""
