@@ -39,8 +39,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.3g}%"
 
 
-def _four_digits(value: float) -> str:
-    return f"{value:.4g}"
+_four_digits = "{:.4g}".format
 
 
 class Chart(NamedTuple):
