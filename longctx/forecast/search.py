@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -41,6 +42,11 @@ WORTH_MIXING = 0.99
 
 BY_LAYER = {"activation_checkpointing", "every_n_layers", "whole_layers", "selective", "activation_offloading"}
 """Options that say what layers keep. If one of them is asked for, layers keep what is asked."""
+
+
+def as_flags(flags: Mapping[str, Any]) -> str:
+    """Return flags, by name, as a shell reads them."""
+    return shlex.join(word for name, value in flags.items() for word in (f"--{name}", str(value)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,7 +16,7 @@ from longctx.attention.choice import arrangements
 from longctx.forecast.cost import cost, reach
 from longctx.forecast.memory_presets import CHUNK_TOKENS, with_options
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.forecast.search import search
+from longctx.forecast.search import as_flags, search
 from longctx.forecast.shape import RunShape
 from longctx.launch.terminal import token_label
 from longctx.machine.here import Machine, address_room, available_host_memory, host_bytes
@@ -184,9 +183,8 @@ def _changed(run: Run, machine: Machine) -> dict[str, tuple[RunShape, Machine]]:
         with suppress(ValueError):  # there is no place for it in this run
             found[flags] = with_options(replace(shape, rows=rows), memory, options, length), machine
     for one in search([shape], machine, length, fixed=asked) if machine.is_known else ():
-        words = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in one.memory_flags.items())
         if one.cost.fits:
-            found[f"--memory auto, which is {words}"] = one.shape, machine
+            found[f"--memory auto, which is {as_flags(one.memory_flags)}"] = one.shape, machine
     sp = 2 * shape.sp
     more = 1 if shape.world_size % sp == 0 else 2
     ways = [one for one in arrangements(sp) if shape.model.num_heads % one.ulysses == 0]

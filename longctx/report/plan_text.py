@@ -15,7 +15,7 @@ from longctx.forecast.cost import FREE_PART, GIB, Reach, cost, reach
 from longctx.forecast.documents import RowLengths
 from longctx.forecast.memory_options import AUTO
 from longctx.forecast.memory_presets import CHUNK_TOKENS, with_options
-from longctx.forecast.search import A_TIE, Choice, search
+from longctx.forecast.search import A_TIE, Choice, as_flags, search
 from longctx.forecast.seconds import forward_seconds
 from longctx.forecast.shape import RunShape
 from longctx.machine.here import Machine
@@ -212,11 +212,7 @@ def name_of(shape: RunShape) -> str:
 
 def flags_of(choice: Choice) -> str:
     """Return the flags of longctx train that select an arrangement and its memory options."""
-    return _words(_values_of(choice))
-
-
-def _words(values: Mapping[str, Any]) -> str:
-    return shlex.join(word for name, value in values.items() for word in (f"--{name}", str(value)))
+    return as_flags(_values_of(choice))
 
 
 def _values_of(choice: Choice) -> dict[str, Any]:
@@ -313,7 +309,7 @@ def _nothing_fits(plan: Plan) -> Iterator[str]:
     largest = ", ".join(f"{name} {_size(size)}" for name, size in _by_size(getattr(of, of.binds))[:3])
     yield (
         f"Nothing fits {plan.length:,} tokens. The nearest, {name_of(nearest.shape)} with "
-        f"{_words(nearest.memory_flags)}, needs {of.used:.0%} of the {of.binds}'s memory ({largest})."
+        f"{as_flags(nearest.memory_flags)}, needs {of.used:.0%} of the {of.binds}'s memory ({largest})."
     )
     name, (_, far) = max(plan.reaches.items(), key=lambda item: item[1][1].length)
     at_most = f" Without it, at most {far.length:,} tokens fit, with {name}." if far.length else ""

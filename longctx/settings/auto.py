@@ -6,7 +6,6 @@ the memory free.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,7 @@ from functools import partial
 from longctx.forecast.cost import FREE_PART
 from longctx.forecast.documents import assumed
 from longctx.forecast.memory_options import ALL, AUTO
-from longctx.forecast.search import Choice, search
+from longctx.forecast.search import Choice, as_flags, search
 from longctx.settings.arrange import arranged
 from longctx.settings.run import Facts, Run
 from longctx.settings.values import Settings
@@ -138,7 +137,7 @@ def _flags(choice: Choice, launched: int | None) -> str:
     flags = {"sp": shape.sp, **choice.memory_flags}
     if launched is None and shape.world_size > shape.sp * shape.dp_replicate:
         flags["num_processes"] = shape.world_size
-    return shlex.join(word for name, value in flags.items() for word in (f"--{name}", str(value)))
+    return as_flags(flags)
 
 
 def _reason(asked: str, values: Settings, best: Choice, second: Choice | None) -> str:
