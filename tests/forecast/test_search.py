@@ -97,10 +97,8 @@ def test_layers_that_differ_are_faster_where_memory_is_left(shapes, length, gain
 def of_few_layers(name: str, layers: int) -> ModelSizes:
     """Return the sizes of a model with its layers only so far, so that all numbers of layers can be tried."""
     sizes = ModelSizes.of_config(CONFIGS[name])
-    parameters = sizes.num_parameters * layers // sizes.num_layers
-    return replace(
-        sizes, num_layers=layers, num_attended=layers, num_parameters=parameters, num_trained_parameters=parameters
-    )
+    of_all = sizes.num_parameters * layers // sizes.num_layers
+    return replace(sizes, num_layers=layers, num_attended=layers, num_parameters=of_all, num_trained_parameters=of_all)
 
 
 SMALL = [

@@ -126,12 +126,8 @@ def test_a_model_has_only_so_many_layers(run, memory_options, message):
         run(**memory_options)
 
 
-SHAPE = shape_of(
-    replace(ModelSizes.of_config(tiny_config()), num_layers=LAYERS, num_attended=LAYERS),
-    world_size=2,
-    sp=2,
-    engine="fsdp2",
-)
+SIZES = replace(ModelSizes.of_config(tiny_config()), num_layers=LAYERS, num_attended=LAYERS)
+SHAPE = shape_of(SIZES, world_size=2, sp=2, engine="fsdp2")
 
 
 def of_kwargs(kwargs):
