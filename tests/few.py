@@ -24,3 +24,9 @@ def few(cases: Iterable[Any], kept: int | Collection[Any] = FAMILIES) -> list[An
         pytest.param(case, marks=[pytest.mark.long] * (not (n < kept if isinstance(kept, int) else case in kept)))
         for n, case in enumerate(cases)
     ]
+
+
+def together(cases: Iterable[Any], some: Collection[Any]) -> list[Any]:
+    """Return parameters of a test of several cases at once: some for plain pytest, the others as a long test."""
+    others = [case for case in cases if case not in some]
+    return [pytest.param(some, id="some"), pytest.param(others, id="others", marks=pytest.mark.long)]

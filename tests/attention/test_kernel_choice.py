@@ -31,23 +31,18 @@ from tests.attention.flash_stand_ins import (
     flash_backward,
     flash_forward,
 )
+from tests.few import few
 
 CPU = torch.device("cpu")
 
 
-COVERING = [(1, torch.bfloat16, False), (4, torch.float16, True)]
+COVERING, DTYPES = [(1, torch.bfloat16, False), (4, torch.float16, True)], (torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize(
-    ("queries_per_key", "dtype", "capped"),
-    [
-        pytest.param(*case, marks=[pytest.mark.long] * (case not in COVERING))
-        for case in itertools.product((1, 4), (torch.bfloat16, torch.float16), (False, True))
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("case", few(itertools.product((1, 4), DTYPES, (False, True)), COVERING))
 @pytest.mark.parametrize("kernel", STAND_INS)
-def test_flash_attention_adapters_are_exact(kernel, queries_per_key, dtype, capped):
+def test_flash_attention_adapters_are_exact(kernel, case):
+    queries_per_key, dtype, capped = case
     adapter = kernel("stand-in", STAND_INS[kernel])
     assert disagreement(adapter, Inputs(CPU, dtype, 64, queries_per_key, windowed=True, capped=capped)) is None
 

@@ -75,10 +75,7 @@ def fastest_uniform(shapes: list[RunShape], length: int, machine: Machine = MACH
     return best
 
 
-@pytest.mark.parametrize(
-    "length",
-    [65536, 1 << 20, *(pytest.param(n, marks=pytest.mark.long) for n in (32768, 131072, 1 << 19, 1 << 21, 1 << 22))],
-)
+@pytest.mark.parametrize("length", few([65536, 1 << 20, 32768, 131072, 1 << 19, 1 << 21, 1 << 22], 2))
 def test_no_uniform_choice_is_faster(shapes, length) -> None:
     """By more than the 2% within which the simplest is taken."""
     best = search(shapes, MACHINE, length)[0]

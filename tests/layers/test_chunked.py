@@ -22,7 +22,7 @@ from longctx.layers.chunked.tiles import check_one_thread
 from longctx.model.allow_list import RECURRENT_MODELS
 from longctx.model.tiny import tiny_config, tiny_model
 from longctx.sequence.batch import PLAIN, AttentionKind
-from tests.few import few
+from tests.few import few, together
 from tests.model.test_models import (
     FAMILIES,
     SHARED_KEYS,
@@ -221,7 +221,7 @@ def families_on_ranks(families: tuple[str, ...]) -> dict[tuple, dict[str, float]
     }
 
 
-@pytest.mark.parametrize("families", [DEFAULT_FAMILIES, pytest.param(tuple(splittable()), marks=pytest.mark.long)])
+@pytest.mark.parametrize("families", together(splittable(), DEFAULT_FAMILIES))
 def test_two_ulysses_ranks_in_chunks_equal_stock_transformers(families):
     for results in run_ranks(2, f"{__name__}:families_on_ranks", families):
         wrong = {case: errors for case, errors in results.items() if not max(errors.values()) <= TOLERANCE}

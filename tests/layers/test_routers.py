@@ -19,6 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from longctx import parallelize
 from longctx.model.allow_list import AUXILIARY_LOSS_MODELS
 from longctx.training.metrics import TokenMeans
+from tests.few import together
 from tests.model.more_families import EXPERTS
 from tests.model.test_models import FAMILIES, largest_error, make_batch, make_model
 from tests.model.test_models import LENGTHS as DOCUMENT_LENGTHS
@@ -213,13 +214,7 @@ def test_adapted_experts_with_memory_options_that_are_not_compared(options, fold
     )
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(DEFAULT, id="some"),
-        pytest.param([name for name in CASES if name not in DEFAULT], id="others", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("names", together(CASES, DEFAULT))
 def test_training_equals_one_process(names, folder, tmp_path):
     """Every step takes all documents, in two packs of unequal tokens, or in rows with padding."""
     documents = make_documents(LENGTHS)

@@ -15,7 +15,7 @@ from longctx import parallelize
 from longctx.model.allow_list import CAUSAL_MODELS, POSITION_INDEPENDENT_ROPE, WINDOW_MODELS
 from longctx.model.load import load_config, load_model
 from longctx.model.recurrent import num_mixing_layers
-from tests.few import few
+from tests.few import few, together
 from tests.model.more_families import MORE_FAMILIES, SMALL
 from tests.workers import run_ranks
 
@@ -341,13 +341,7 @@ def sharded_steps(pairs: list[tuple[str, str]]) -> dict[tuple[str, str], dict[st
     return {(family, backend): sharded_step(family, dist.get_world_size(), backend) for family, backend in pairs}
 
 
-@pytest.mark.parametrize(
-    "pairs",
-    [
-        pytest.param(FEW_PAIRS, id="every family"),
-        pytest.param([pair for pair in EVERY_PAIR if pair not in FEW_PAIRS], id="others", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("pairs", together(EVERY_PAIR, FEW_PAIRS))
 def test_two_ranks_equal_stock_transformers(pairs):
     """Each family on a backend, in turn, and some on all; the rest is long."""
     for results in run_ranks(2, f"{__name__}:sharded_steps", pairs):

@@ -27,6 +27,7 @@ from longctx.training.callbacks import RESUMABLE
 from longctx.training.completions import COMPLETIONS_FILE, read_completions
 from longctx.training.dataset import Reading, evaluation_prompts
 from longctx.upstream.accelerate_internals import ENGINE_ENVIRONMENT
+from tests.few import few
 from tests.jsonl import write_lines
 from tests.softcuda.ranks import soft_environment
 from tests.training.test_training import log_of
@@ -139,9 +140,7 @@ def check_answers(folder, prompts, start, end):
         assert [(line["completion"], line["finish_reason"]) for line in found] == expected, (folder.name, step)
 
 
-@pytest.mark.parametrize(
-    "processes", [1, 2, pytest.param(4, marks=pytest.mark.long), pytest.param("all of 2", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("processes", few([1, 2, 4, "all of 2"], 2))
 def test_answers_are_those_of_one_process(processes, model, data, tmp_path):
     """Before training, and after it from the weights that are saved. The run is bitwise what it is without the flag."""
     names = [name for name, (count, *_) in LAYOUTS.items() if str(count) in str(processes)]

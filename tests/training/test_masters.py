@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.few import together
 from tests.reference import train_reference
 from tests.training.test_training import COMMON, SHAPES, make_documents, write_jsonl
 from tests.workers import run_ranks
@@ -32,13 +33,7 @@ def documents_file(tmp_path):
 SOME = ("ZeRO-3", "FSDP2")
 
 
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        pytest.param(SOME, id="some"),
-        pytest.param([name for name in LAYOUTS if name not in SOME], id="others", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("layouts", together(LAYOUTS, SOME))
 def test_small_updates_count_in_bf16(layouts, models, tmp_path, documents_file):
     documents, data = documents_file
     flags = [

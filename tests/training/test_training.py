@@ -24,6 +24,7 @@ from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Setup
 from longctx.machine.here import Machine
 from longctx.settings.flags import SFT
+from tests.few import together
 from tests.jsonl import write_lines
 from tests.reference import train_reference
 from tests.small_model import HEADS, save_with_tokenizer
@@ -245,13 +246,7 @@ FEW_LAYOUTS = [
 """With data parallelism alone, and with accumulation, too, under each engine."""
 
 
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        pytest.param(FEW_LAYOUTS, id="few"),
-        pytest.param([name for name in LAYOUTS if name not in FEW_LAYOUTS], id="others", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("layouts", together(LAYOUTS, FEW_LAYOUTS))
 def test_equal_effective_batches_train_equally(layouts, models, tmp_path, parity_table):
     """The same 8 sequences a step, spread differently, with very unequal numbers of label tokens.
 
