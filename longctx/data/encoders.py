@@ -310,7 +310,7 @@ class PretokenizedEncoder(Encoder):
 
     def _rows(self, column: pa.ChunkedArray, name: str, indices: Sequence[int]) -> list[np.ndarray]:
         """Rows of a list column of integers or booleans as int64 views into one array."""
-        lists = one_chunk(column)
+        lists = pa.concat_arrays(column.chunks)
         if lists.null_count or lists.flatten().null_count:
             row = next(row for row, value in enumerate(lists.to_pylist()) if value is None or None in value)
             raise DataError(
@@ -342,12 +342,6 @@ def _check_whole(values: Mapping[str, np.ndarray], index: int) -> None:
             f"{name_record(index)}: 'position_ids' holds {positions[wrong[0]]} for token {wrong[0]}; a record is one "
             "document, whose positions count from 0. Give the documents one by one, or remove the column."
         )
-
-
-def one_chunk(column: pa.ChunkedArray) -> pa.Array:
-    """A column as one array, whether or not combine_chunks already gives one."""
-    combined = column.combine_chunks()
-    return combined.chunk(0) if isinstance(combined, pa.ChunkedArray) else combined
 
 
 def mask_prompt(ids: np.ndarray, prompt: np.ndarray) -> np.ndarray:

@@ -15,9 +15,9 @@ from datasets import Dataset, Features, Json, Value
 from transformers import PreTrainedTokenizerBase
 
 from longctx.data.chat import ChatEncoder, turns_template
-from longctx.data.columns import IGNORE_INDEX, TURN_ENDS, document_lengths, is_list_type
+from longctx.data.columns import TURN_ENDS, document_lengths, is_list_type, target_counts
 from longctx.data.contents import cache_folder, cache_key, digest_of
-from longctx.data.encoders import NOTES, Encoder, PretokenizedEncoder, TextEncoder, in_words, notes_of, one_chunk
+from longctx.data.encoders import NOTES, Encoder, PretokenizedEncoder, TextEncoder, in_words, notes_of
 from longctx.data.errors import DataError, no_records, say
 from longctx.data.kinds import (
     ALPACA,
@@ -298,13 +298,9 @@ def _check_targets(dataset: Dataset) -> None:
 
 def holds_target(documents: pa.Table) -> bool:
     """Return whether any token is a target, besides the documents' first ones, which nothing predicts."""
-    if "labels" not in documents.column_names:
-        return bool(document_lengths(documents).max(initial=0) > 1)
-    lists = one_chunk(documents["labels"])
-    is_target = lists.flatten().to_numpy() != IGNORE_INDEX
-    lengths = pc.list_value_length(lists).to_numpy()
-    is_target[np.cumsum(lengths) - lengths] = False
-    return bool(is_target.any())
+    if "labels" in documents.column_names:
+        return bool(target_counts(documents).any())
+    return bool(document_lengths(documents).max(initial=0) > 1)
 
 
 def no_targets(num_documents: int, num_tokens: int, masked: bool) -> DataError:
