@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import copy
 from datetime import datetime
 from functools import cache, partial
@@ -91,8 +91,22 @@ class ChatEncoder(Encoder):
             tell_templates_time(self.now)
         input_ids, labels = [], []
         for row, index in enumerate(indices):
-            with self._rejection_named(index):
+            try:
                 ids, label = self._encode_one({column: values[row] for column, values in batch.items()}, index)
+            except DataError:
+                raise
+            except (
+                TemplateError,
+                ArithmeticError,
+                TypeError,
+                ValueError,
+                AttributeError,
+                LookupError,
+                RecursionError,
+            ) as e:
+                raise DataError(
+                    f"{name_record(index)}: the chat template rejects its messages ({e}). Correct or remove it."
+                ) from e
             input_ids.append(ids)
             labels.append(label)
         return input_ids, labels if self.masked else None
@@ -306,26 +320,6 @@ class ChatEncoder(Encoder):
                 "remove it."
             )
         return before + found
-
-    @contextmanager
-    def _rejection_named(self, index: int) -> Iterator[None]:
-        """Name the record in what a template raises."""
-        try:
-            yield
-        except DataError:
-            raise
-        except (
-            TemplateError,
-            ArithmeticError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            LookupError,
-            RecursionError,
-        ) as e:
-            raise DataError(
-                f"{name_record(index)}: the chat template rejects its messages ({e}). Correct or remove it."
-            ) from e
 
     def warn_if_nothing_ends_a_turn(self) -> None:
         """Say if the model does not learn to stop: if no special token that is learnt ends the assistant's turn."""

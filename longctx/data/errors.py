@@ -9,7 +9,6 @@ import logging
 import re
 import resource
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,32 +74,25 @@ UNPACKED_TIMES = 1000
 become some ten times as large."""
 
 
-@contextmanager
-def _memory_bound(nbytes: int) -> Iterator[None]:
-    """Let this process take so many bytes more than it has now, besides files that are mapped into memory.
-
-    Code that asks for more inside this context gets a MemoryError (pyarrow's ArrowMemoryError is one). Linux only.
-    """
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    known = [limit for limit in before if limit != resource.RLIM_INFINITY]
-    limit = before[0] if (held := data_bytes()) is None else min([held + nbytes, *known])
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
-
-
 def within_memory(parts: Iterable[Part]) -> Iterator[Part]:
     """Yield parts of a table, which are unpacked while they are asked for.
 
+    Meanwhile this process may take GROUP_MEMORY_BYTES more than it has, besides files that are mapped into memory.
+    Linux only.
+
     Raises:
-        MemoryError: for one that takes more than GROUP_MEMORY_BYTES.
+        MemoryError: for a part that takes more (pyarrow's ArrowMemoryError is one).
     """
     parts = iter(parts)
     while True:
-        with _memory_bound(GROUP_MEMORY_BYTES):
+        before = resource.getrlimit(resource.RLIMIT_DATA)
+        known = [limit for limit in before if limit != resource.RLIM_INFINITY]
+        limit = before[0] if (held := data_bytes()) is None else min([held + GROUP_MEMORY_BYTES, *known])
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
+        try:
             part = next(parts, None)
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
         if part is None:
             return
         yield part

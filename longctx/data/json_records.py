@@ -31,7 +31,6 @@ from longctx.data.errors import (
 )
 from longctx.data.kinds import (
     ALPACA,
-    CHECKED_COLUMNS,
     CONVERSATION_EXTRAS,
     PER_TOKEN_COLUMNS,
     TOKENS,
@@ -164,7 +163,7 @@ def _present(record: Mapping[str, Any]) -> list[str]:
 
 def _columns_of(record: Mapping[str, Any], kind: str, is_json: bool) -> tuple[str, ...]:
     if kind == "input_ids":
-        return tuple(column for column in (*PER_TOKEN_COLUMNS, *CHECKED_COLUMNS) if record.get(column) is not None)
+        return tuple(column for column in PER_TOKEN_COLUMNS if record.get(column) is not None)
     return kind_columns(kind) + (optional_columns(kind) if is_json else ())
 
 

@@ -12,11 +12,9 @@ from datasets import ClassLabel, Features, Json, LargeList, List, Value
 from longctx.data.columns import is_list_type
 from longctx.data.errors import DataError, say
 
-PER_TOKEN_COLUMNS = ("input_ids", "labels", "assistant_masks", "completion_mask")
-"""Columns of pre-tokenised records that are read."""
-
-CHECKED_COLUMNS = ("attention_mask", "position_ids")
-"""Columns of pre-tokenised records that have to say what longctx does anyway: every token counts, from position 0."""
+PER_TOKEN_COLUMNS = ("input_ids", "labels", "assistant_masks", "completion_mask", "attention_mask", "position_ids")
+"""Columns of pre-tokenised records that are read. The last two have to say what longctx does anyway: every token
+counts, from position 0."""
 
 MASK_COLUMNS = frozenset({"attention_mask", "completion_mask", "assistant_masks"})
 """Columns of pre-tokenised records that hold 0 or 1, or false or true, for each token."""
@@ -188,7 +186,7 @@ def check_column_types(features: Features, kind: str) -> None:
     for column in (*kind_columns(kind), *optional_columns(kind)):
         if column in features:
             _check_read_types(features[column], column)
-    for column in (*PER_TOKEN_COLUMNS, *CHECKED_COLUMNS) if kind == "input_ids" else kind_columns(kind):
+    for column in PER_TOKEN_COLUMNS if kind == "input_ids" else kind_columns(kind):
         if column not in features:
             continue
         arrow_type = features.arrow_schema.field(column).type

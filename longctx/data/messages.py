@@ -98,8 +98,7 @@ def _read_message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
                 f"{where} has a part of the type '{media_type}', and longctx trains on text alone. Remove the part, or "
                 "the record."
             )
-    if not isinstance(message["role"], str):
-        check_text(message["role"], "role", where)
+    check_text(message["role"], "role", where)
     if not isinstance(content, str | list | None) and message["role"] != "tool":
         check_text(content, "content", where)
     for key in REASONING:

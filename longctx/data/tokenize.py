@@ -21,7 +21,6 @@ from longctx.data.encoders import NOTES, Encoder, PretokenizedEncoder, TextEncod
 from longctx.data.errors import DataError, no_records, say
 from longctx.data.kinds import (
     ALPACA,
-    CHECKED_COLUMNS,
     COMPOSITE_KINDS,
     PAIRS,
     PER_TOKEN_COLUMNS,
@@ -134,7 +133,7 @@ def choose_encoder(
     is_kto = dataset.features.get("label") == Value("bool")
     check_unread_columns(dataset.column_names, kind, is_kto, "data set")
     check_column_types(dataset.features, kind)
-    used = PER_TOKEN_COLUMNS + CHECKED_COLUMNS if kind == "input_ids" else kind_columns(kind) + optional_columns(kind)
+    used = PER_TOKEN_COLUMNS if kind == "input_ids" else kind_columns(kind) + optional_columns(kind)
     columns = [column for column in used if column in dataset.column_names]
     warn_of_unread_columns(dataset.column_names, columns)
     dataset = dataset.select_columns(columns)
