@@ -115,15 +115,11 @@ KINDS = {
 }
 
 
-MERGED = ("rsLoRA", "experts")
-"""By plain pytest, besides those in fp32."""
-
-
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        *(pytest.param(kind, torch.bfloat16, marks=[pytest.mark.long] * (kind not in MERGED)) for kind in KINDS),
-        *((kind, torch.float32) for kind in ("LoRA", "DoRA")),
+        *((kind, dtype) for dtype in (torch.bfloat16, torch.float32) for kind in ("rsLoRA", "DoRA", "experts")),
+        *(pytest.param(kind, torch.bfloat16, marks=pytest.mark.long) for kind in KINDS),
     ],
 )
 def test_an_adapter_is_merged_as_peft_merges_it(kind, dtype, tmp_path, capsys):

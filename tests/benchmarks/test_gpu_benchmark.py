@@ -235,12 +235,10 @@ def test_the_page_predicts_with_the_constants_from_before_the_refit(catalogue, t
 
 def test_steps_of_an_h200_are_predicted_within_15_percent(tmp_path):
     """The page is what the command writes from its results without a GPU: what changes the forecast, writes it anew."""
-    committed, output = RESULTS / "gpu_H200", tmp_path / "gpu_H200"
-    output.mkdir()
-    shutil.copy(committed / "results.jsonl", output)
+    output = shutil.copytree(RESULTS / "gpu_H200", tmp_path / "gpu_H200")
     assert main(["--output", str(output)]) == 0
     text = (output / PAGE).read_text()
-    assert text == (committed / PAGE).read_text()
+    assert text == (RESULTS / "gpu_H200" / PAGE).read_text()
     steps = text.split("## Steps")[1].split("## Attention kernels")[0] + text.split("## Memory options")[1]
     errors = [abs(int(error)) for error in re.findall(r"\| [\d.]+ \| [\d.]+ \| ([-+]\d+)% \| [\d.]+ \|", steps)]
     assert len(errors) == 33

@@ -275,10 +275,7 @@ def _traced(settings: dict[str, Any], memory_options: dict[str, Any]) -> dict[st
     return settings | {"memory_options": settings["memory_options"] | memory_options}
 
 
-IN_BRIEF = ("ulysses 8", "ring 8", "four norms a layer")
-
-
-@pytest.mark.parametrize("case", few(TRACES, IN_BRIEF))
+@pytest.mark.parametrize("case", few(TRACES, ["ulysses 8", "ring 8", "four norms a layer"]))
 def test_prediction_is_near_a_trace(case: str) -> None:
     """To 15%: formulas count what is large. The optimizer's step, without activations, is no part of either."""
     config, given, memory_options = TRACES[case]

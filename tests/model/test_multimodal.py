@@ -79,8 +79,8 @@ KINDS = {
 }
 KINDS |= {f"llava of {part}": ("llava", part) for part in MULTIMODAL_MODELS["llava"] if part != KINDS["llava"][1]}
 KINDS |= {"glm46v of experts": ("glm46v", "glm4v_moe_text"), "gemma3, head of its own": ("gemma3", "gemma3_text")}
-BY_DEFAULT = ("gemma3", "qwen3_vl_moe")
-EACH = few(KINDS, BY_DEFAULT)
+
+EACH = few(KINDS, ["gemma3", "qwen3_vl_moe"])
 
 
 def make_whole(kind):
