@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from longctx.layers.chunked.tiles import Autocast, ParameterGradients, ask_for_gradient, chunks_of, tile_tokens, trained
+from longctx.layers.chunked.tiles import (
+    ParameterGradients,
+    ask_for_gradient,
+    chunks_of,
+    current_autocast,
+    tile_tokens,
+    trained,
+)
 from longctx.layers.routers import keep_pass
 from longctx.sequence.host_tensors import saved_in_place
 from longctx.upstream.deepspeed_internals import gather_once
@@ -119,7 +126,7 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx, mlp: nn.Module, run: Callable, size: int, keeper: Any, x: Tensor, *parameters: Tensor):
         ctx.mlp, ctx.run, ctx.size, ctx.keeper = mlp, run, size, keeper
-        ctx.autocast = Autocast(x.device)
+        ctx.autocast = current_autocast(x.device)
         ctx.set_materialize_grads(False)
         num_tokens = x.shape[1]
         results: list[Tensor] = []
@@ -143,7 +150,7 @@ class _Tiles(torch.autograd.Function):
         dx = torch.empty_like(x)
         for at in chunks_of(x.shape[1], ctx.size):
             tile = x[:, at].detach().requires_grad_()
-            with ctx.autocast.with_grad(), saved_in_place():  # no offloading of what one tile saves
+            with torch.enable_grad(), ctx.autocast(), saved_in_place():  # no offloading of what one tile saves
                 out = ctx.run(tile)
             pairs = [
                 (part, _tokens(grad, at, x.shape[1]))

@@ -23,11 +23,11 @@ from longctx.layers.checkpoints import LayerCheckpoints
 from longctx.layers.chunked.attention import HostAttention, ScheduledAttention, num_head_groups
 from longctx.layers.chunked.copies import Copies
 from longctx.layers.chunked.tiles import (
-    Autocast,
     ParameterGradients,
     ask_for_gradient,
     check_one_thread,
     chunks_of,
+    current_autocast,
     keep_backward_in_one_thread,
     run_in_tiles,
     trained,
@@ -118,7 +118,7 @@ class ChunkedLayer:
         self.size, self.kept, self.copies = size, kept, copies
         self.world_size = 1 if sequence.group is None else dist.get_world_size(sequence.group)
         self.chunks = chunks_of(sequence.local_length, size)
-        self.autocast = Autocast(copies.device)
+        self.autocast = current_autocast(copies.device)
         self._heads, self._kind, self._scale = (0, 0), PLAIN, 0.0  # known from the first chunk on
         self._kept: tuple[Tensor, Tensor] | None = None
 
@@ -142,7 +142,7 @@ class ChunkedLayer:
         self, hidden: Tensor, grad_result: Tensor, parameters: tuple[Tensor, ...]
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Return the gradients of `hidden`, in host memory, and of the parameters."""
-        with self.autocast.again():
+        with self.autocast():
             projected = self._project_all(hidden)
         out, lse = self._kept or self._attend(projected)
         self._kept = None
@@ -152,7 +152,7 @@ class ChunkedLayer:
 
         def from_result(at: slice, x: Tensor, rows: Tensor, grad: Tensor) -> None:
             attention = self._own_tokens(rows)
-            with self.autocast.with_grad():
+            with torch.enable_grad(), self.autocast():
                 y = self._finish(x.requires_grad_(), attention.requires_grad_(), at)
             grads = torch.autograd.grad(y, [x, attention, *parameters], grad, allow_unused=True)
             received = self._exchange(self._by_rank(grads[1]))
@@ -160,7 +160,7 @@ class ChunkedLayer:
             sums.add(grads[2:])
 
         def to_hidden(at: slice, x: Tensor, grad: Tensor, grad_q: Tensor, grad_kv: Tensor) -> None:
-            with self.autocast.with_grad():
+            with torch.enable_grad(), self.autocast():
                 projection = self._project(x.requires_grad_(), at)
             grad_qkv = torch.cat([_by_source(part) for part in (grad_q, *grad_kv.chunk(2, dim=3))], dim=2)
             outputs, grad_outputs = [projection.qkv], [self._exchange(grad_qkv)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,23 +60,10 @@ class ParameterGradients:
         return [None if total is None else total.to(parameter.dtype) for total, parameter in pairs]
 
 
-class Autocast:
-    """The current autocast state, to be entered again in a backward pass, which has none."""
-
-    def __init__(self, device: torch.device):
-        self.device_type = device.type
-        self.dtype = torch.get_autocast_dtype(device.type)
-        self.enabled = torch.is_autocast_enabled(device.type)
-
-    def again(self) -> torch.autocast:
-        """Return a context with the state that was captured."""
-        return torch.autocast(self.device_type, self.dtype, self.enabled)
-
-    @contextmanager
-    def with_grad(self) -> Iterator[None]:
-        """Return the same context with gradients enabled."""
-        with torch.enable_grad(), self.again():
-            yield
+def current_autocast(device: torch.device) -> Callable[[], torch.autocast]:
+    """Return what makes contexts with the current autocast state, for a backward pass, which has none."""
+    dtype, enabled = torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
+    return partial(torch.autocast, device.type, dtype, enabled)
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:
@@ -136,7 +123,7 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run: Callable, size: int, copies: Copies, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.run, ctx.size, ctx.copies, ctx.parameters = run, size, copies, parameters
-        ctx.autocast = Autocast(copies.device)
+        ctx.autocast = current_autocast(copies.device)
         ctx.save_for_backward(x)
         out: Any = None
         for at, (tile,) in copies.arriving(chunks_of(x.shape[1], size), lambda at: [x[:, at]]):
@@ -158,7 +145,7 @@ class _Tiles(torch.autograd.Function):
         chunks = chunks_of(x.shape[1], ctx.size)
         for at, (tile, grad) in copies.arriving(chunks, lambda at: [x[:, at], grad_out[:, at]]):
             tile.requires_grad_(needs_x)
-            with ctx.autocast.with_grad():
+            with torch.enable_grad(), ctx.autocast():
                 out = ctx.run(tile)
             inputs = [*([tile] if needs_x else []), *ctx.parameters]
             grads = torch.autograd.grad(out, inputs, grad, allow_unused=True)
