@@ -89,23 +89,17 @@ _under_way: ContextVar[_MicroBatch | None] = ContextVar("micro_batch_of_routers"
 """The micro-batch of the pass whose layer is running, or None if the model was called without a cut batch."""
 
 
-@contextmanager
-def _part_of(batch: _MicroBatch | None) -> Iterator[None]:
-    token = _under_way.set(batch)
-    try:
-        yield
-    finally:
-        _under_way.reset(token)
-
-
 def keep_pass(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return `run` bound to the current pass, so that a backward pass can call it later as a part of that pass."""
     return run if _under_way.get() is None else partial(_run_in, _under_way.get(), run)
 
 
-def _run_in(batch: _MicroBatch | None, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _part_of(batch):
+def _run_in(batch: _MicroBatch | None, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    token = _under_way.set(batch)
+    try:
         return run(*args, **kwargs)
+    finally:
+        _under_way.reset(token)
 
 
 class Routers:
@@ -397,8 +391,7 @@ def _pass_before(loss: Tensor) -> Callable[[], _MicroBatch | None] | None:
 
 def _layer_forward(plain: Callable[..., Any], *args: Any, micro_batch: _MicroBatch | None = None, **kwargs: Any) -> Any:
     """Run a layer as a part of its pass, also where checkpointing calls the layer again with the same keywords."""
-    with _part_of(micro_batch):
-        return plain(*args, **kwargs)
+    return _run_in(micro_batch, plain, *args, **kwargs)
 
 
 def _set_checkpointing(layers: list[Any], set_checkpointing: Callable[..., None], *args: Any, **kwargs: Any) -> None:
