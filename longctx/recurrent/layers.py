@@ -69,8 +69,7 @@ def install_recurrent(model: PreTrainedModel, name: str, prefers_heads: PrefersH
     if not all(_takes_every_keyword(layer) for layer in layers):
         decoder_of(model).register_forward_pre_hook(_pass_as_documents, with_kwargs=True)
     for layer in layers:
-        is_parallelized = partial(_is_named, model, name)
-        replace_forward(layer, partial(_forward, layer, layer.forward, is_parallelized, prefers_heads))
+        replace_forward(layer, partial(_forward, layer, layer.forward, model, name, prefers_heads))
 
 
 def _takes_every_keyword(layer: nn.Module) -> bool:
@@ -85,15 +84,12 @@ def _pass_as_documents(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) 
     return None if sequence is None else (args, kwargs | {DOCUMENTS_KEYWORD: sequence})
 
 
-def _is_named(model: PreTrainedModel, name: str) -> bool:
-    return attention_implementation(model) == name
-
-
 @torch.compiler.disable  # its messages cannot be compiled; torch.compile takes the rest of the layer
 def _forward(
     layer: nn.Module,
     stock_forward: Callable[..., Tensor],
-    is_parallelized: Callable[[], bool],
+    model: PreTrainedModel,
+    name: str,
     prefers_heads: PrefersHeads,
     hidden_states: Tensor,
     *args: Any,
@@ -104,7 +100,7 @@ def _forward(
     if isinstance(kwargs.get(DOCUMENTS_KEYWORD), AttentionContext):  # see `_pass_as_documents`
         sequence = kwargs[DOCUMENTS_KEYWORD]
     if sequence is None:
-        if is_parallelized():
+        if attention_implementation(model) == name:
             refuse_uncut(type(layer).__name__)
         return stock_forward(hidden_states, *args, **kwargs)
     given = [name for name in STATE_KEYWORDS if kwargs.get(name) is not None]
