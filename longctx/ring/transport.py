@@ -1,6 +1,7 @@
 """Transports, which bring keys and values to the ranks that need them, and gradients back to the ranks that own them.
 
-A transport serves one pass, forward or backward. K and V are one buffer with tokens first, [S, 2, K, D], so that what
+A transport serves one pass, forward or backward. Every rank calls its methods in the same order; those of `Gather`
+are used as those of `PeerToPeer`. K and V are one buffer with tokens first, [S, 2, K, D], so that what
 travels is a contiguous prefix. `prefixes` int64 [P, P] is `RingPlan.prefix_tokens`: at [s, h], how many tokens of shard
 s are needed by ranks at distance h or more.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from functools import lru_cache
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -21,33 +22,6 @@ from longctx.ring.order import MessageOrder
 from longctx.ring.plan import RingPlan, RingStep
 
 
-class Transport(Protocol):
-    """One pass over the ring. Every rank calls the same methods in the same order."""
-
-    in_head_groups: bool
-    """Whether it sends a few key/value heads at a time, to hold less at once."""
-    own_after: int
-    """The hop after which a rank computes its own block in the backward pass; 0 is before the first."""
-
-    def __init__(self, group: dist.ProcessGroup, rank: int, prefixes: np.ndarray, kv: Tensor):
-        """Start sending this rank's `kv` [n, 2, K, D], as many of its tokens as the longest prefix of any rank has."""
-
-    def receive(self, step: RingStep) -> Tensor:
-        """Return the source's tokens that this step needs, [step.recv_tokens, 2, K, D].
-
-        Called for each step in order.
-        """
-
-    def collect_gradients(self, own_grad: Tensor) -> None:
-        """Start to add returning gradients to `own_grad` [S, 2, K, D]. Backward only, before the first `receive`."""
-
-    def give(self, step: RingStep, grad_kv: Tensor) -> None:
-        """Take this rank's gradient of what it received. Backward only, after each `receive`."""
-
-    def gradients(self) -> Tensor:
-        """Return `own_grad` with every rank's part added."""
-
-
 class PeerToPeer:
     """Every rank sends its keys and values to each rank that attends to them, hop by hop, and some hops ahead.
 
@@ -55,11 +29,14 @@ class PeerToPeer:
     """
 
     in_head_groups = False
+    """Whether it sends a few key/value heads at a time, to hold less at once."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, prefixes: np.ndarray, kv: Tensor):
+        """Start sending this rank's `kv` [n, 2, K, D], as many of its tokens as the longest prefix of any rank has."""
         self.group, self.rank, self.prefixes, self.kv = group, rank, prefixes, kv
         self.order = _order(prefixes.max(axis=0).tobytes(), int(prefixes[rank, 0]))
         self.own_after = self.order.own_after
+        """The hop after which a rank computes its own block in the backward pass; 0 is before the first."""
         self._coming: deque[tuple[Tensor, list[dist.Work]]] = deque()
         """What is received for the hops after the last one that was computed, and the messages to wait for."""
         self._returning: deque[tuple[int, Tensor, Tensor, list[dist.Work]]] = deque()
@@ -68,21 +45,28 @@ class PeerToPeer:
         self._send_up_to(self.order.sent[0])
 
     def receive(self, step: RingStep) -> Tensor:
+        """Return the source's tokens that this step needs, [step.recv_tokens, 2, K, D].
+
+        Called for each step in order.
+        """
         received, works = self._coming.popleft()
         _wait(works)
         self._send_up_to(self.order.sent[step.hop])
         return received
 
     def collect_gradients(self, own_grad: Tensor) -> None:
+        """Start to add returning gradients to `own_grad` [S, 2, K, D]. Backward only, before the first `receive`."""
         self.own_grad = own_grad
 
     def give(self, step: RingStep, grad_kv: Tensor) -> None:
+        """Take this rank's gradient of what it received. Backward only, after each `receive`."""
         self._add_up_to(self.order.returned[step.hop])
         home = self.own_grad.new_empty(self._length(self.rank, step.hop), *self.own_grad.shape[1:])
         works = self._exchange((grad_kv, self.rank - step.hop), (home, self.rank + step.hop))
         self._returning.append((step.hop, grad_kv, home, works))
 
     def gradients(self) -> Tensor:
+        """Return `own_grad` with every rank's part added."""
         self._add_up_to(len(self.prefixes))
         return self.own_grad
 
@@ -158,6 +142,8 @@ class Gather:
         self.own_grad[: self.longest] += self._home
         return self.own_grad
 
+
+Transport: TypeAlias = PeerToPeer | Gather
 
 TRANSPORTS: dict[str, type[Transport]] = {"p2p": PeerToPeer, "gather": Gather}
 
