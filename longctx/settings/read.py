@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from longctx.launch.accelerate import find_config
 from longctx.settings.flags import SFT
-from longctx.settings.schema import BOOL, Method, check
+from longctx.settings.schema import BOOL, NAMES, Method, check
 from longctx.settings.values import Origin, Settings
 from longctx.untrusted.files import check_file
 
@@ -192,22 +192,13 @@ def _file(path: str, method: Method, errors: list[str]) -> dict[str, Any]:
                 f"--config {path} sets accelerate_config {value}, which decides how processes start. Give it on the "
                 "command line: --accelerate_config, or accelerate launch --config_file."
             )
-        elif isinstance(value, list) and _takes_one(flag.kind.convert, value):
+        elif isinstance(value, list) and flag.kind is not NAMES and flag.kind.nargs not in ("+", "*"):
             errors.append(
                 f"--config {path} sets {name} to {value}, and it takes one value.{_OF_SEVERAL.get(flag.name, '')}"
             )
         elif value is not None:
             found[flag.name] = value
     return found
-
-
-def _takes_one(convert: Any, value: list[Any]) -> bool:
-    """Whether a kind refuses a list."""
-    try:
-        convert(value)
-    except (ValueError, TypeError):
-        return True
-    return False
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

@@ -108,6 +108,7 @@ def test_yaml_null_list_mapping_and_unquoted_no(tmp_path, monkeypatch):
         ("- 5\n", ("list", "'flag: value'")),
         ("a: [\n", ("run.yaml", "YAML")),
         ("env: 5\n", ("env", "VARIABLE: value")),
+        ("dataset_weights: [a, b]\n", ("dataset_weights ['a', 'b']", "list of numbers")),
         ("accelerate_config: fsdp2\n", ("accelerate_config fsdp2", "command line")),
     ],
 )
