@@ -317,7 +317,7 @@ def test_data_are_bounded_by_what_they_unpack_to_together(tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        pytest.param('{"text": "a"}\n{"text": %s}\n', ":2", marks=pytest.mark.long),
+        ('{"text": "a"}\n{"text": %s}\n', ":2"),
         pytest.param('[{"text": "a"},\n{"text": %s}]', r", record 1 \(counted from 0\)", marks=pytest.mark.long),
         ('{"text": %s}\n', ":1"),
     ],
