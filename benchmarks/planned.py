@@ -87,8 +87,8 @@ def main(arguments: list[str] | None = None) -> int:
         *page.heading(f"Planned for {DEVICE} 80 GB", command, *facts),
         page.explained(__doc__),
         "",
-        "The first columns of lengths are the longest sequences, in tokens. The others are the seconds of a step of "
-        "one sequence of that length.",
+        "*plain* and *longest* give the longest sequences, in tokens. The columns to their right give the seconds of a "
+        "step on one sequence of the length at their head.",
         "",
     ]
     heads = ["devices", "backend", "plain", "longest", *map(token_label, LENGTHS)]

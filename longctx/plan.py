@@ -122,7 +122,7 @@ def _plan(options: argparse.Namespace, settings: Settings) -> int:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Refuse a file or folder that the body cannot write."""
+    """Raise ValueError if the body fails to write this file or folder."""
     try:
         yield
     except OSError as error:

@@ -37,7 +37,7 @@ def select(config, items) -> None:
 
 
 def changed_since(commit: str) -> list[str]:
-    """Return the Python files that differ from those of a commit, as paths within the repository."""
+    """Return the Python files that have changed since a commit, as paths relative to the repository."""
     command = ["git", "diff", "--name-only", commit, "--", "*.py"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return found.stdout.splitlines()

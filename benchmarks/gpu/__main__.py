@@ -73,10 +73,10 @@ def main(arguments: list[str] | None = None) -> int:
     from .refit import constants_of
 
     if not torch.cuda.is_available():
-        lines = list(read(options.output / RESULTS_FILE)) if options.output else []
-        if options.output and options.refit is not None:
-            return _refit(lines, options.refit)
-        if lines:
+        found = options.output and options.output / RESULTS_FILE
+        if found and options.refit is not None:
+            return _refit(read(found), options.refit)
+        if found and found.exists() and (lines := list(read(found))):
             with tempfile.TemporaryDirectory() as models:
                 write_page(options.output, Catalogue(QUICK if lines[0].get("quick") else FULL, Path(models)), lines)
             return 0

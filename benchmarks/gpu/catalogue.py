@@ -24,6 +24,7 @@ from longctx.settings.dpo import DPO
 from longctx.settings.flags import SFT
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve_on
+from longctx.settings.schema import Method
 
 from ..attention.ways import CASES
 from ..max_length.combinations import FLAGS, LONGCTX, ONE_DEVICE, TRL, Combination, resolved_for
@@ -311,15 +312,17 @@ class Catalogue:
             documents = CASES["packed"](task.length, 1)[0].tolist() if is_packed else one_document(task.length)
             write_rows(path, [*documents] * task.num_steps)
 
-    def combination(self, model: str, way: str, length: int) -> Combination:
-        """How it is trained, and what is predicted of it; of TRL's, what our most similar run would take."""
+    def _flags(self, model: str, way: str) -> tuple[list[str], Method]:
         like_trl = (*OURS["balanced"], "--use_liger_kernel", str(bool(TRLS.get(way, {}).get("use_liger_kernel"))))
         flags = {**OURS, **memory_options(self.sizes.chunk), "TRL, QLoRA": OURS["balanced, QLoRA"]}.get(way, like_trl)
         data = str(self.folder / "any.parquet")
         base = [*FLAGS.split(), "--warmup_steps", "0", "--model_name_or_path", str(self.model_folder(model))]
-        base += ["--dataset_name", data]
-        method = DPO if way in PREFERENCES else SFT
-        found = resolved_for(ONE_DEVICE, 1, [*base, *flags], {}, length, method)
+        return [*base, "--dataset_name", data, *flags], DPO if way in PREFERENCES else SFT
+
+    def combination(self, model: str, way: str, length: int) -> Combination:
+        """How it is trained, and what is predicted of it; of TRL's, what our most similar run would take."""
+        flags, method = self._flags(model, way)
+        found = resolved_for(ONE_DEVICE, 1, flags, {}, length, method)
         return replace(found, stack=TRL if way in TRLS else LONGCTX)
 
     def model_folder(self, model: str) -> Path:
@@ -335,11 +338,8 @@ class Catalogue:
 
     def shape(self, line: Mapping[str, Any], machine: Machine) -> RunShape:
         """What the prediction of a line's step is made from, on the machine that it was measured on."""
-        flags = self.combination(line["model"], line["way"], line["length"]).flags
-        settings = parse_flags(
-            [*flags, "--max_length", str(line["length"])], DPO if line["way"] in PREFERENCES else SFT
-        )
-        return resolve_on(settings, machine, 1).shape
+        flags, method = self._flags(line["model"], line["way"])
+        return resolve_on(parse_flags([*flags, "--max_length", str(line["length"])], method), machine, 1).shape
 
 
 LOSSES: Mapping[str, Mapping[str, Any]] = {

@@ -310,7 +310,7 @@ class PretokenizedEncoder(Encoder):
 
     def _rows(self, column: pa.ChunkedArray, name: str, indices: Sequence[int]) -> list[np.ndarray]:
         """Rows of a list column of integers or booleans as int64 views into one array."""
-        lists = pa.concat_arrays(column.chunks)
+        lists = column.combine_chunks()
         if lists.null_count or lists.flatten().null_count:
             row = next(row for row, value in enumerate(lists.to_pylist()) if value is None or None in value)
             raise DataError(

@@ -139,8 +139,8 @@ def _possible(memory: str, asked: Mapping[str, Any], shape: RunShape, local_toke
     left_out = {*never_whole} if chunks or "sequence_chunk_size" in asked else {"sequence_chunk_size"}
     if asked.get("activation_checkpointing") is False:
         left_out |= {"selective"}
-    is_fsdp1 = shape.engine_name == "fsdp1"
-    if is_fsdp1 or shape.compiled or "tiled_mlp_num_shards" in asked or not shape.model.has_mlps:
+    cannot_tile = shape.engine_name == "fsdp1" or shape.compiled or not shape.model.has_mlps
+    if cannot_tile or "tiled_mlp_num_shards" in asked:
         left_out.add("tiled_mlp")
     if shape.engine_name != "deepspeed":
         left_out |= {"offload_optimizer_device", "small_buckets"}

@@ -51,7 +51,7 @@ class ModelSizes:
     chunk_obstacle: str | None = None
     """What `longctx.model.branches.chunk_obstacle` says of the model."""
     has_mlps: bool = True
-    """Whether layers have MLPs, which `tiled_mlp` could cut."""
+    """Whether any layer has an MLP, which `tiled_mlp` needs."""
     num_recurrent_layers: int = 0
 
     @property

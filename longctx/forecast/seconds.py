@@ -34,8 +34,8 @@ TRAFFIC = 2
 """How often each pass moves a byte that is saved for the backward pass: it is written and read again."""
 
 EAGER_BYTES = 90
-"""Bytes that a pass moves for each element of queries and keys, in their norms and rotary embeddings, where these are
-many operators. Steps of Qwen3-0.6B without Liger's kernels take 80 to 110 on an H200 (benchmarks/results/gpu_H200)."""
+"""Bytes that norms and rotary embeddings move in each pass for each element of queries and keys, where no kernel fuses
+them. In steps of Qwen3-0.6B without Liger's kernels on an H200, these are 80 to 110 (benchmarks/results/gpu_H200)."""
 LAUNCHES_OF_A_LAYER = 665
 """Launches of empty kernels in the time in which the host goes through a layer, forward and backward. Steps of
 Qwen3-0.6B with 4,096 tokens on an H200, which waits for its host, take 605 to 735 (benchmarks/results/gpu_H200)."""
@@ -106,7 +106,7 @@ def _forward_share(shape: RunShape) -> Any:
 
 
 def layer_matrices(model: ModelSizes) -> int:
-    """Return how many parameters of a layer a token is multiplied with: all matrices but unused experts."""
+    """Return how many parameters of a layer multiply a token: all its matrices, except experts that are not used."""
     projections = model.projection_parameters
     if projections is None:
         projections = 2 * model.hidden_size * (model.query_size + model.key_value_size)

@@ -1,7 +1,7 @@
 """Transports, which bring keys and values to the ranks that need them, and gradients back to the ranks that own them.
 
-A transport serves one pass, forward or backward. Every rank calls its methods in the same order; those of `Gather`
-are used as those of `PeerToPeer`. K and V are one buffer with tokens first, [S, 2, K, D], so that what
+A transport serves one pass, forward or backward. Every rank calls its methods in the same order. `Gather` has those of
+`PeerToPeer`, whose docstrings hold for both. K and V are one buffer with tokens first, [S, 2, K, D], so that what
 travels is a contiguous prefix. `prefixes` int64 [P, P] is `RingPlan.prefix_tokens`: at [s, h], how many tokens of shard
 s are needed by ranks at distance h or more.
 """
@@ -29,14 +29,14 @@ class PeerToPeer:
     """
 
     in_head_groups = False
-    """Whether it sends a few key/value heads at a time, to hold less at once."""
+    """Whether key/value heads are sent a few at a time, so that fewer bytes are held at once."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, prefixes: np.ndarray, kv: Tensor):
         """Start sending this rank's `kv` [n, 2, K, D], as many of its tokens as the longest prefix of any rank has."""
         self.group, self.rank, self.prefixes, self.kv = group, rank, prefixes, kv
         self.order = _order(prefixes.max(axis=0).tobytes(), int(prefixes[rank, 0]))
         self.own_after = self.order.own_after
-        """The hop after which a rank computes its own block in the backward pass; 0 is before the first."""
+        """The hop after which a rank computes its own block in the backward pass; 0 means before the first hop."""
         self._coming: deque[tuple[Tensor, list[dist.Work]]] = deque()
         """What is received for the hops after the last one that was computed, and the messages to wait for."""
         self._returning: deque[tuple[int, Tensor, Tensor, list[dist.Work]]] = deque()

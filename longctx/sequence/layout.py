@@ -204,7 +204,7 @@ class Layout:
 
     @property
     def answers(self) -> NDArray[np.int64]:
-        """int64 [m]: segments are numbered without trunks, and a trunk has the number of its first branch."""
+        """int64 [m]: the number of each segment, where trunks do not count; a trunk has that of its first branch."""
         return np.cumsum(self.kind != TRUNK) - (self.kind != TRUNK)
 
     @property

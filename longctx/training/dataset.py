@@ -115,7 +115,7 @@ class StreamedData:
 
 @dataclass(frozen=True)
 class Reading:
-    """What is read, and for which model."""
+    """How documents are read from a data set or a mixture, and made into tokens for a model."""
 
     settings: Mapping[str, Any]
     """Every flag's value; one of several data sets, or the evaluation split, has some of its own."""
@@ -123,7 +123,7 @@ class Reading:
     model_config: PretrainedConfig
 
     def of_each(self) -> list[Reading]:
-        """Return how each data set is read: the only one, or those of the mixture."""
+        """Return one for each data set: of a mixture, several."""
         each = []
         for source in self.settings["datasets"]:
             own = {"dataset_name": source.path, "dataset_config": source.name, "dataset_train_split": source.split}
@@ -131,7 +131,7 @@ class Reading:
         return each or [self]
 
     def where(self) -> dict[str, Any]:
-        """Return the keywords that name a split of a data set."""
+        """Return the keyword arguments for the functions that load a split."""
         return {
             "dataset_name": self.settings["dataset_name"],
             "config": self.settings["dataset_config"],
@@ -141,7 +141,7 @@ class Reading:
         }
 
     def encoding(self) -> dict[str, Any]:
-        """Return the keywords that say how records become tokens."""
+        """Return the keyword arguments for the functions that tokenise records."""
         return {
             "text_field": self.settings["dataset_text_field"],
             "completion_only_loss": self.settings["completion_only_loss"],

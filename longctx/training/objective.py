@@ -75,7 +75,7 @@ class Objective:
         return self.sequence.reduce(terms, counts)
 
     def means(self, totals: Mapping[str, float]) -> Metrics:
-        """Return metrics from the totals of `sums`; they replace those of the same name that every method has."""
+        """Return metrics computed from the totals of `sums`. They override the default metrics of the same name."""
         return {}
 
     def prepare(self, trainer: Any, model: Any) -> None:

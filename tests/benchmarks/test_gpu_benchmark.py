@@ -194,6 +194,7 @@ def test_the_flag_writes_what_recorded_results_give_and_tells_what_was_there(tmp
     """On a machine without a GPU, into a file of its own; without the flag there, the page is written."""
     before, path = FILE.read_bytes(), tmp_path / "speeds.toml"
     folder = results(tmp_path / "gpu", MEASURED)
+    assert (main(["--output", str(tmp_path / "new")]), "no CUDA device" in capsys.readouterr().err) == (2, True)
     assert main(["--output", folder]) == 0
     assert "| matrices, TFLOP/s |" in (tmp_path / "gpu" / PAGE).read_text()
     assert main(["--refit", str(path), "--output", folder]) == 0

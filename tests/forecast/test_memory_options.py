@@ -118,8 +118,8 @@ def test_a_model_without_mlps_has_no_tiles():
     """Kimi's and Nemotron's layers may all be attention or recurrent ones."""
     shape = shape_of(ModelSizes.of_model(make_model("nemotron_h, no experts")))
     assert with_options(shape, "longest", {}, 64).options.tiled_mlp_num_shards == 0
-    mixers = AutoConfig.for_model("nemotron_h", **NEMOTRON_H | {"layers_block_type": ["linear_attention"] * 2})
-    shape = replace(shape, model=ModelSizes.of_config(mixers))
+    mixers = NEMOTRON_H | {"layers_block_type": ["linear_attention"] * 2}
+    shape = replace(shape, model=ModelSizes.of_config(AutoConfig.for_model("nemotron_h", **mixers)))
     assert with_options(shape, "longest", {}, 64).options.tiled_mlp_num_shards is None
     for flag in ("tiled_mlp", "tiled_mlp_num_shards"):
         with pytest.raises(ValueError, match="no layer of this model has an MLP"):
