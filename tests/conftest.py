@@ -207,6 +207,7 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log) if config.option.dist == "loadfile" else None
 
 
+@pytest.hookimpl(trylast=True)  # after what -m and -k leave out
 def pytest_collection_modifyitems(config, items):
     """Leave out what is not selected, and put the slowest files first where there are workers.
 

@@ -64,16 +64,17 @@ EARLY = ("sigmoid", "ipo", "sigmoid sft", "sigmoid-ld")
 ONE, PACKED = ["--packing", "False"], ["--packing", "True", "--max_length", "512"]
 ULYSSES = ["--sp", "2", "--sp_backend", "ulysses"]
 GATHER, HYBRID = ["--sp", "2", "--sp_backend", "gather"], ["--sp", "4", "--sp_backend", "hybrid"]
+RING = ["--sp_backend", "ring", "--sp"]
 LAYOUTS = {  # (processes, flags)
     "ring sp 2, one pair at a time": (2, ["--cp", "2", *ONE, "--gradient_accumulation_steps", "8"]),
-    "ring sp 2, packed": (2, ["--cp", "2", *PACKED, "--per_device_train_batch_size", "4"]),
+    "ring sp 2, packed": (2, [*RING, "2", *PACKED, "--per_device_train_batch_size", "4"]),
     "ulysses sp 2, two pairs at a time": (
         2,
         [*ULYSSES, *ONE, "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4"],
     ),
     "ulysses sp 2, packed": (2, [*ULYSSES, *PACKED, "--gradient_accumulation_steps", "9"]),
     "ring sp 2 × dp 2, packed": (4, ["--cp", "2", *PACKED, "--gradient_accumulation_steps", "4"]),
-    "ring sp 4, packed": (4, ["--cp", "4", *PACKED, "--per_device_train_batch_size", "9"]),
+    "ring sp 4, packed": (4, [*RING, "4", *PACKED, "--per_device_train_batch_size", "9"]),
     "ulysses sp 2 × dp 2, packed": (4, [*ULYSSES, *PACKED, "--gradient_accumulation_steps", "4"]),
     "no sp, packed": (1, [*PACKED, "--gradient_accumulation_steps", "9"]),
     "dp 2, one pack for two ranks": (2, ["--packing", "True"]),
