@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 import os
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from longctx.model.tiny import tiny_model, tiny_tokenizer
+from tests.modules import load
 from tests.reference import adamw_steps, dense_loss
 from tests.softcuda.ranks import soft_environment
 from tests.workers import run_ranks, run_script
@@ -28,7 +28,7 @@ DOCUMENTS_A_STEP, STEPS = 4, 4
 
 def load_documents(script: Path) -> list[list[int]]:
     """The documents a script trains on, from its own function."""
-    return module_of(script).load_documents(tiny_tokenizer())["input_ids"]
+    return load(script).load_documents(tiny_tokenizer())["input_ids"]
 
 
 def losses_of(script: Path, folder: Path, processes: int = 2, env: Mapping[str, str] = os.environ) -> list[float]:
@@ -49,14 +49,6 @@ def losses_of(script: Path, folder: Path, processes: int = 2, env: Mapping[str, 
 
 def losses_in(printed: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", printed, re.MULTILINE)]
-
-
-def module_of(script: Path):
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location(script.stem, script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @functools.cache
@@ -80,7 +72,7 @@ def losses_of_trl(script):
     """The losses of TRL's own SFTTrainer with the arguments and documents of a script."""
     from trl import SFTTrainer
 
-    module, tokenizer = module_of(script), tiny_tokenizer()
+    module, tokenizer = load(script), tiny_tokenizer()
     documents = module.load_documents(tokenizer)
     trainer = SFTTrainer(tiny_model(), module.arguments(), train_dataset=documents, processing_class=tokenizer)
     trainer.train()

@@ -1,4 +1,4 @@
-"""What longctx computes is what tests/golden has recorded: a part in `.ci/run`, everything in `pytest -m long`."""
+"""What longctx computes is what tests/golden has recorded: `.ci/run` trains two of the runs, `pytest -m long` all."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def test_counts_are_recorded_with_the_versions_that_the_check_installs() -> None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("group", GROUPS)
-def test_everything_is_as_recorded(group) -> None:
-    assert not differences(group, recorded(group), values_of(group))
+def test_every_run_is_as_recorded() -> None:
+    """Of other groups, the quick part is everything."""
+    assert not differences("training", recorded("training"), values_of("training"))

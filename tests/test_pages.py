@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -21,6 +19,7 @@ from longctx.plan import _parser as plan_parser
 from longctx.settings.dpo import DPO
 from longctx.settings.flags import SFT
 from tests import refusals
+from tests.modules import load
 from tests.test_docs import PAGES, ROOT
 
 
@@ -184,13 +183,6 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     pages = {path.relative_to(tmp_path).parent.as_posix() for path in tmp_path.rglob("index.html")}
     assert {".", "concepts", "howto/launch", "reference/flags", "reference/python", "troubleshooting"} <= pages
-
-
-def load(path: Path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 SMALL_CARDS = ROOT / "docs/howto/small-gpus.md"

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import longctx
 from longctx.collate import SequenceCollator
-from longctx.packing import PackedDataset, one_per_bin
 from longctx.sequence.layout import Layout
 from longctx.sequence.mesh import ParallelDims
 from longctx.sequence.shard import cut, shard_tokens, unshard_tokens
@@ -269,13 +268,3 @@ def test_a_cut_that_did_not_happen_stops_the_first_step():
     shard.context.local_length //= 2  # as if two ranks shared the row, while the model gets all of it
     with pytest.raises(AssertionError, match=r"attention sees 240 tokens where this rank's shard has 120"):
         model(**shard.inputs)
-
-
-def test_rows_of_packed_data_can_be_collated_and_cut():
-    from datasets import Dataset
-
-    documents = Dataset.from_dict({"input_ids": [list(range(3, 3 + n)) for n in LENGTHS]})
-    rows = PackedDataset(documents, one_per_bin(np.array(LENGTHS)))
-    batch = SequenceCollator(pad_token_id=0, pad_to_multiple_of=4)([rows[0], rows[4]])
-    layout = Layout.of_batch(batch).spread(ParallelDims.arrange(2, ring=2))
-    assert layout.cu_seqlens.tolist() == [0, 40, 57, 80]

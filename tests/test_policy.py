@@ -43,7 +43,6 @@ OPTIONS = {
 LAYOUTS = [("ring", 4, True), ("ulysses", 2, True), ("hybrid", 4, False), ("gather", 2, False)]
 CASES = [(name, LAYOUTS[number % 2]) for number, name in enumerate(OPTIONS)]
 CASES += [("gspo", LAYOUTS[2]), ("grpo", LAYOUTS[3])]
-OTHERS = [(name, LAYOUTS[1 - number % 2]) for number, name in enumerate(OPTIONS)]
 
 
 def make_answers():
@@ -213,23 +212,8 @@ def results():
     return run_ranks(4, f"{__name__}:of_every_case", CASES)
 
 
-@pytest.fixture(scope="module")
-def other_results():
-    return run_ranks(4, f"{__name__}:of_every_case", OTHERS)
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_loss_is_that_of_trl(case, results, expected):
-    check_case(case, results, expected)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", OTHERS, ids=str)
-def test_the_loss_on_the_other_layout_is_that_of_trl(case, other_results, expected):
-    check_case(case, other_results, expected)
-
-
-def check_case(case, results, expected):
     loss, gradient = expected[case[0]]
     for of_rank in results:
         assert of_rank[case][0] == pytest.approx(loss, rel=TOLERANCE)

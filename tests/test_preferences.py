@@ -11,14 +11,15 @@ import torch
 
 from longctx.model.tiny import tiny_model, tiny_tokenizer
 from tests.layers.test_log_probs import dense_log_probs, dense_model
+from tests.modules import load
 from tests.reference import adamw_steps, dpo_log_of_trl
-from tests.test_examples import PREFERENCES, losses_in, losses_of, module_of
+from tests.test_examples import PREFERENCES, losses_in, losses_of
 from tests.workers import run_ranks, run_script
 
 
 def losses_of_one_process(batch_size):
     """AdamW on the pairs in order."""
-    dpo = module_of(PREFERENCES)
+    dpo = load(PREFERENCES)
     pairs = dpo.tokenize(dpo.load_preferences(), tiny_tokenizer())
     model, reference_model = dense_model(torch.float32), dense_model(torch.float32)
 
@@ -34,7 +35,7 @@ def losses_of_one_process(batch_size):
 
 def losses_of_trl(batch_size, folder):
     """DPOTrainer's, given the same records."""
-    dpo = module_of(PREFERENCES)
+    dpo = load(PREFERENCES)
     history = dpo_log_of_trl(
         tiny_model(),
         tiny_model(),

@@ -14,7 +14,7 @@ import longctx
 from longctx.attention.interface import longctx_attention
 from longctx.data import DataError
 from longctx.model.tiny import tiny_model
-from longctx.sequence.layout import PADDING, WHOLE, Layout
+from longctx.sequence.layout import Layout
 from longctx.sequence.mesh import ParallelDims
 from tests.workers import run_ranks
 
@@ -96,14 +96,6 @@ def test_documents_may_be_given_by_cu_seq_lens(rows, parallelized):
     with torch.no_grad():
         expected = sequence.log_probs(model, batch | {"position_ids": positions})
         assert torch.equal(sequence.log_probs(model, batch | {"cu_seq_lens_q": bounds.int()}), expected)
-
-
-def test_padding_that_positions_count_through_is_apart(parallelized):
-    """A mask says where padding begins, whatever positions it has."""
-    _, sequence = parallelized
-    mask, labels = LEFT.flip(1), batch_of()["labels"].masked_fill(LEFT.flip(1) == 0, -100)
-    layout = sequence.shard(batch_of(position_ids=POSITIONS, attention_mask=mask, labels=labels)).layout
-    assert (layout.bounds.tolist(), layout.kind.tolist(), layout.lengths) == ([0, 12, 16], [WHOLE, PADDING], [12])
 
 
 def test_a_layout_of_another_batch_is_refused(parallelized):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from longctx.model.tiny import tiny_model, tiny_tokenizer
+from tests.modules import load
 from tests.small_model import save_with_tokenizer
 from tests.workers import run_script
 
@@ -27,15 +27,8 @@ def run(folder: Path, *command: str, **variables: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("retrieval", EXAMPLE / "retrieval.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_documents_have_their_length_and_one_key(example):
+def test_documents_have_their_length_and_one_key():
+    example = load(EXAMPLE / "retrieval.py")
     haystack = example.Haystack(seed=3)
     for place, at in ((0.0, 0), (1.0, 300 - 2 * len(example.QUESTION) - 2 * example.DIGITS - 1)):
         question, key = haystack.document(300, place)

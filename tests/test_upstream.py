@@ -11,7 +11,6 @@ import importlib
 import inspect
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from longctx.upstream.accelerate_internals import update_shards
-from longctx.upstream.transformers_internals import enable_checkpointing
 from tests.workers import run_ranks
 
 PACKAGE = Path(__file__).parents[1] / "longctx"
@@ -239,13 +237,6 @@ def test_a_method_that_is_overridden_is_still_the_librarys(name):
     own = getattr(importlib.import_module(module), class_name)
     private = {method for method in vars(own) if method[:1] == "_" and method[:2] != "__"}
     assert private & vars(Trainer).keys() == OVERRIDDEN[name]
-
-
-@pytest.mark.parametrize("name", ["activation_checkpointing_enable", "gradient_checkpointing_enable"])
-def test_checkpointing_has_another_name_before_transformers_5_23(name):
-    given = {}
-    enable_checkpointing(SimpleNamespace(**{name: given.update}), every_n_layers=2)
-    assert given == {"every_n_layers": 2}
 
 
 def on_two_ranks():

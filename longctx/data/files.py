@@ -222,7 +222,7 @@ def _open(file: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
         metadata = parquet.metadata
         if any(metadata.row_group(i).total_byte_size > GROUP_MEMORY_BYTES for i in range(metadata.num_row_groups)):
             raise MemoryError
-        return parquet.schema_arrow, within_memory(parquet.iter_batches(_ROWS_AT_A_TIME))
+        return parquet.schema_arrow, within_memory(_all_rows(parquet))
     source = pa.memory_map(str(file))
     try:
         stream = pa.ipc.open_stream(source)
@@ -231,6 +231,16 @@ def _open(file: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
         return reader.schema, within_memory(map(reader.get_batch, range(reader.num_record_batches)))
     _check_end_of_stream(pa.memory_map(str(file)))
     return stream.schema, within_memory(stream)
+
+
+def _all_rows(parquet: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
+    """Yield a file's rows, and check their number: a damaged page may give fewer, or more, without an error."""
+    missing = parquet.metadata.num_rows
+    for batch in parquet.iter_batches(_ROWS_AT_A_TIME):
+        missing -= batch.num_rows
+        yield batch
+    if missing:
+        raise pa.ArrowInvalid(f"{missing} of its {parquet.metadata.num_rows} rows are missing")
 
 
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"

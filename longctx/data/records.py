@@ -167,14 +167,10 @@ def _local_parts(name: str, path: Path) -> dict[str, list[Path]] | None:
             raise DataError(f"{name}: no file matches this glob (from {Path.cwd()}). Check the pattern.")
         _check_links(files, next(parent for parent in path.parents if not glob.has_magic(str(parent))))
         return {"train": files}
-    if _looks_like_a_path(name):
+    # Hub names are `name` or `owner/name`, without a leading dot or separator and a data file's suffix.
+    if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is None or name.endswith(DATA_SUFFIXES):
         raise DataError(f"{name}: no such file or folder (from {Path.cwd()}). Expected {FORMATS_HELP}.")
     return None
-
-
-def _looks_like_a_path(name: str) -> bool:
-    """Hub names are `name` or `owner/name`, without a leading dot or separator and a data file's suffix."""
-    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is None or name.endswith(DATA_SUFFIXES)
 
 
 def _check_links(files: Sequence[Path], folder: Path) -> None:

@@ -70,19 +70,6 @@ def test_masks_of_messages_only_remove_turns(masks, tmp_path) -> None:
     assert streamed["labels"].tolist() == tokenize_records(load_records(path), tokenizer)["labels"][0]
 
 
-def test_masks_of_templates_that_change_earlier_turns() -> None:
-    """Under --assistant_only_loss, TRL's training version of Qwen3's template writes each turn in the same way."""
-    masked = [{"messages": _masked({"weight": 0}, {"weight": 1})}]
-    [(_, learnt)] = _texts(masked, "qwen3", assistant_only_loss=True)
-    assert learnt.endswith("i<|im_end|>\n")
-    assert "c d" not in learnt
-    assert "so that turns cannot be told apart" in _tokenize_error(Dataset.from_list(masked), _tokenizer("qwen3"))
-    alone = [{"messages": [ASKED, ANSWERED | {"weight": 0}]}]
-    [(text, learnt)] = _texts(alone, "qwen3")
-    assert text.startswith(learnt)
-    assert "c d" not in learnt
-
-
 @pytest.mark.long
 def test_what_looks_like_a_mask_changes_no_token(tmp_path) -> None:
     """A record with a mask, or an argument with the name of one, leaves the text of the others as it is."""
@@ -154,12 +141,10 @@ def test_other_masks_are_refused(value) -> None:
 # The assistant's turns
 # ----------------------------------------------------------------------------------------------------
 
+NEMOTRON_3 = tuple(f"nemotron_3_{name}" for name in ("nano", "super", "ultra", "5_lightning"))
 LEARNT_OF_THE_PROMPT = {"qwen2_5": "\n", "gptoss": "<|start|>assistant", "muse_glimmer": "<|start|>assistant"}
-LEARNT_OF_THE_PROMPT |= dict.fromkeys(("qwen3_5_think", "qwen3_6", "qwen3_8"), "<think>\n")
+LEARNT_OF_THE_PROMPT |= dict.fromkeys(("qwen3_5_think", "qwen3_6", "qwen3_8", *NEMOTRON_3), "<think>\n")
 LEARNT_OF_THE_PROMPT |= {"qwen3_5_nothink": "<think>\n\n</think>\n\n"}
-LEARNT_OF_THE_PROMPT |= dict.fromkeys(
-    (f"nemotron_3_{name}" for name in ("nano", "super", "ultra", "5_lightning")), "<think>\n"
-)
 """What TRL's markers have of the generation prompt, before each answer."""
 
 UNDERIVED = {
@@ -169,15 +154,12 @@ UNDERIVED = {
     ("phi3_5", "turns"): "an EOS token follows the last turn alone",
     ("gptoss", "turns"): "the last turn ends with another token",
     ("qwen3_5_nothink", "thoughts"): "the generation prompt has an empty thought",
-    ("nemotron_3_nano", "turns"): "the generation prompt begins a thought with a line break",
-    ("nemotron_3_nano", "tools"): "the generation prompt begins a thought with a line break",
-    ("nemotron_3_super", "turns"): "the generation prompt begins a thought with a line break",
-    ("nemotron_3_super", "tools"): "the generation prompt begins a thought with a line break",
-    ("nemotron_3_ultra", "turns"): "the generation prompt begins a thought with a line break",
-    ("nemotron_3_ultra", "tools"): "the generation prompt begins a thought with a line break",
-    ("nemotron_3_5_lightning", "turns"): "the generation prompt begins a thought with a line break",
-    ("nemotron_3_5_lightning", "tools"): "the generation prompt begins a thought with a line break",
     ("diffusion_gemma", "tools"): "a tool's result begins the next turn, and there is no generation prompt",
+    **{
+        (name, kind): "the generation prompt begins a thought with a line break"
+        for name in NEMOTRON_3
+        for kind in ("turns", "tools")
+    },
 }
 """Chats of templates for which no mask can be derived, or another one."""
 

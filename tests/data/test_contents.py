@@ -7,10 +7,7 @@ import os
 import time
 from pathlib import Path
 
-import datasets
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import xxhash
 from datasets import Dataset
@@ -24,13 +21,10 @@ from longctx.data.tokenize import _fingerprint
 from longctx.model.load import load_config
 from longctx.model.tiny import tiny_tokenizer
 from longctx.training.fingerprint import model_identity
+from tests.data.tables import write_records
 from tests.jsonl import write_lines
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    """A cache of its own for every test."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def rewrite(path: Path, content: bytes) -> None:
@@ -50,25 +44,10 @@ def later(monkeypatch):
 # Digests
 
 
-def test_every_byte_of_a_file_counts(tmp_path, monkeypatch) -> None:
-    """Over several blocks, at their ends and in their middles; and a digest differs from that of a part."""
-    monkeypatch.setattr(longctx.data.contents, "_BLOCK_BYTES", 1000)
-    monkeypatch.setattr(longctx.data.contents, "_READ_BYTES", 300)
-    path, content = tmp_path / "file", bytes(range(256)) * 10
-    path.write_bytes(content)
-    found = {content_digests([path])[0]}
-    for place in (0, 299, 300, 999, 1000, 1700, 1999, 2000, len(content) - 1):
-        path.write_bytes(content[:place] + b"!" + content[place + 1 :])
-        found.add(content_digests([path])[0])
-    for length in (0, 1, 1000, 2000):
-        path.write_bytes(content[:length])
-        found.add(content_digests([path])[0])
-    assert len(found) == 14
-
-
 def test_digests_are_those_of_one_reader(tmp_path, monkeypatch) -> None:
     """Of files of several blocks, read by many threads, and in the order of the files."""
     monkeypatch.setattr(longctx.data.contents, "_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(longctx.data.contents, "_READ_BYTES", 300)
     rng, files = np.random.default_rng(0), []
     for number, size in enumerate([5, 0, 2500, 1000, 7]):
         files.append(tmp_path / str(number))
@@ -162,63 +141,27 @@ def test_what_changes_while_it_is_read_and_what_is_no_file_is_refused(tmp_path, 
 # Records
 
 
-def write_jsonl(path: Path, text: str) -> None:
-    write_lines(path, [{"text": text}])
-
-
-def write_parquet(path: Path, text: str) -> None:
-    pq.write_table(pa.table({"text": [text]}), path)
-
-
-def write_arrow(path: Path, text: str) -> None:
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, pa.schema([("text", pa.string())])) as writer:
-        writer.write_table(pa.table({"text": [text]}))
-
-
-WRITERS = {
-    "data.jsonl": write_jsonl,
-    "data.txt": lambda path, text: path.write_text(text),
-    "data.parquet": write_parquet,
-    "data.arrow": write_arrow,
-}
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_a_file_rewritten_with_its_size_and_time_is_read_again(name, tmp_path) -> None:
-    path, other = tmp_path / name, tmp_path / "other"
-    WRITERS[name](path, "one")
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".arrow", ".txt"])
+def test_a_file_rewritten_with_its_size_and_time_is_read_again(suffix, tmp_path) -> None:
+    path, other = tmp_path / f"data{suffix}", tmp_path / f"other{suffix}"
+    write_records(path, [{"text": "one"}])
+    write_records(other, [{"text": "two"}])
     tokens = tokenize_records(load_records(str(path)), tiny_tokenizer())["input_ids"][:]
-    WRITERS[name](other, "two")
     rewrite(path, other.read_bytes())
     records = load_records(str(path))
     assert records["text"][:] == ["two"]
     assert tokenize_records(records, tiny_tokenizer())["input_ids"][:] != tokens
 
 
-def test_a_saved_folder_rewritten_under_its_fingerprint_is_tokenised_again(tmp_path) -> None:
-    """A folder of Dataset.save_to_disk has a fingerprint of its own, which says nothing of its files."""
-    first, second = (Dataset.from_dict({"text": [text]}) for text in ("one", "two"))
-    tokens = []
-    for number, dataset in enumerate((first, second)):
-        dataset._fingerprint = "the same"
-        dataset.save_to_disk(tmp_path / str(number) / "data")
-        (tmp_path / "data").unlink(missing_ok=True)
-        (tmp_path / "data").symlink_to(tmp_path / str(number) / "data")
-        tokens.append(tokenize_records(load_records(str(tmp_path / "data")), tiny_tokenizer())["input_ids"][:])
-    assert tokens[0] != tokens[1]
-
-
 def test_the_same_contents_elsewhere_are_found(tmp_path) -> None:
-    for folder in ("here", "there"):
-        (tmp_path / folder).mkdir()
-        write_jsonl(tmp_path / folder / "data.jsonl", "one")
-    here, there = (load_records(str(tmp_path / folder / "data.jsonl")) for folder in ("here", "there"))
+    paths = [write_lines(tmp_path / folder / "data.jsonl", [{"text": "one"}]) for folder in ("here", "there")]
+    here, there = map(load_records, paths)
     assert here.cache_files == there.cache_files
 
 
 def test_a_file_that_is_written_to_while_it_is_read_leaves_nothing_in_the_cache(tmp_path, monkeypatch) -> None:
     path = tmp_path / "data.jsonl"
-    write_jsonl(path, "one")
+    write_lines(path, [{"text": "one"}])
     parse = JsonRecords.parse
 
     def written_to(records, raw):

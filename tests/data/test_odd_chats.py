@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from datasets import Dataset, Features, Image, Value
-from tokenizers import normalizers, processors
+from datasets import Dataset
+from tokenizers import normalizers
 from transformers import CanineTokenizer
 
 from longctx.data import DataError, load_records, tokenize_records
@@ -12,7 +12,7 @@ from longctx.data.tokenize import choose_encoder
 from longctx.model.tiny import tiny_tokenizer
 from longctx.untrusted import confined
 from tests.data.chat_shapes import TOOLS, TURNS, assistant, calls, user
-from tests.data.test_chats import CHATML, _said, _texts, _tokenizer
+from tests.data.test_chats import CHATML, _said, _texts, _tokenizer, _with_bos_and_eos
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -39,15 +39,28 @@ def test_values_of_other_types_are_refused(record, message) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_a_system_message_that_is_given_twice_is_learnt_once() -> None:
-    [once] = _texts([{"conversations": SHAREGPT}], "chatml")
-    assert _texts([{"conversations": SHAREGPT, "system": "x y"}], "chatml") == [once]
+CHAT = [user("a"), assistant("b")]
+ALPACA = {"instruction": "a", "output": "b", "tools": TOOLS}
 
 
-@pytest.mark.parametrize("arguments", [None, "", "{}"])
-def test_a_call_without_arguments_has_an_empty_object(arguments) -> None:
-    [[text, _]] = _texts([{"messages": [user("a"), assistant("", tool_calls=calls(arguments))]}], "qwen2_5")
-    assert '{"name": "lift", "arguments": {}}' in text
+def called(arguments):
+    return {"messages": [user("a"), assistant("", tool_calls=calls(arguments))]}
+
+
+@pytest.mark.parametrize(
+    ("template", "record", "expected"),
+    [
+        ("chatml", {"conversations": SHAREGPT, "system": "x y"}, {"conversations": SHAREGPT}),
+        ("qwen2_5", ALPACA, {"prompt": CHAT[:1], "completion": CHAT[1:], "tools": TOOLS}),
+        *(("qwen2_5", called(none), called({})) for none in (None, "", "{}")),
+        *(
+            ("deepseekv3", {"messages": [CHAT[0], CHAT[1] | {"tool_calls": none}]}, {"messages": CHAT})
+            for none in ("[]", "null")
+        ),
+    ],
+)
+def test_other_ways_to_say_the_same_give_the_same_tokens(template, record, expected) -> None:
+    assert _texts([record], template) == _texts([expected], template)
 
 
 def test_results_and_thoughts_that_a_template_leaves_out_are_said(caplog) -> None:
@@ -146,39 +159,15 @@ def test_nulls_that_a_string_of_json_holds_stay(tmp_path) -> None:
     assert [tokenizer.decode(ids) for ids in documents] == ["aTrueFalse", "aFalseTrue"]
 
 
-def test_empty_calls_as_text_are_no_calls() -> None:
-    expected = _texts([{"messages": [user("a"), assistant("b")]}], "deepseekv3")
-    for empty in ("[]", "null"):
-        assert _texts([{"messages": [user("a"), assistant("b", tool_calls=empty)]}], "deepseekv3") == expected
-
-
-def test_tools_of_alpaca_reach_the_template() -> None:
-    record = {"instruction": "a", "output": "b", "tools": TOOLS}
-    pair = {"prompt": [user("a")], "completion": [assistant("b")], "tools": TOOLS}
-    assert _texts([record], "qwen2_5") == _texts([pair], "qwen2_5")
-
-
 @pytest.mark.parametrize("adds", [True, False])
 def test_texts_of_a_tokenizer_whose_bos_is_its_eos(adds) -> None:
-    tokenizer = tiny_tokenizer()
-    eos = tokenizer.eos_token
-    tokenizer.add_special_tokens({"bos_token": eos})
-    if adds:
-        ends = [(eos, tokenizer.eos_token_id)]
-        processor = processors.TemplateProcessing(single=f"{eos} $A", special_tokens=ends)
-        tokenizer.backend_tokenizer.post_processor = processor
+    eos = tiny_tokenizer().eos_token
+    tokenizer = _with_bos_and_eos(adds, False, eos)
     texts = ["a", eos, "a" + eos * 2, eos * 2 + "a", ""]
     documents = tokenize_records(Dataset.from_dict({"text": texts}), tokenizer)["input_ids"]
     start = eos if adds else ""
     expected = [start + "a" + eos, eos, start + "a" + eos * 2, eos * 2 + "a" + eos, start + eos]
     assert [tokenizer.decode(ids) for ids in documents] == expected
-
-
-def test_a_column_that_names_files_is_refused(tmp_path) -> None:
-    features = Features({"conversations": [{"from": Value("string"), "value": Value("string")}], "system": Image()})
-    rows = {"conversations": [[{"from": "human", "value": "a"}]], "system": [{"bytes": None, "path": "/nowhere/a.png"}]}
-    with pytest.raises(DataError, match="column 'system' holds the type Image"):
-        tokenize_records(Dataset.from_dict(rows, features=features), _tokenizer("chatml"))
 
 
 def test_an_eos_token_that_explodes_comes_to_an_end(monkeypatch) -> None:

@@ -19,18 +19,17 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from longctx.data import (
-    DataError,
     document_lengths,
     load_records,
     record_place,
     stream_records,
     tokenize_records,
     tokenize_stream,
-    with_place,
 )
 from longctx.model.load import take_chat_template
 from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
 from longctx.run.preparation import read_tokenizer
+from tests.data.tables import write_records
 from tests.data.test_data import CHATS, TEXTS, VOCAB_SIZE, _error, _load_error
 from tests.data.test_tokens import CASES
 from tests.few import few
@@ -57,19 +56,9 @@ def _lists(documents) -> list[dict[str, list[int]]]:
 @pytest.mark.parametrize("name", few(CASES, 4))
 def test_a_stream_gives_the_documents_of_the_data_set(name, suffix, tmp_path, tokenizer) -> None:
     records, options = CASES[name]
-    path = tmp_path / f"records{suffix}"
-    if suffix == ".jsonl":
-        write_lines(path, records)
-    elif suffix == ".parquet":
-        Dataset.from_list(records).to_parquet(path)
-    elif suffix == ".arrow":
-        table = Dataset.from_list(records).data.table
-        with pa.ipc.new_stream(str(path), table.schema) as writer:
-            writer.write_table(table)
-    else:
-        Dataset.from_list(records).save_to_disk(path)
+    path = write_records(tmp_path / f"records{suffix}", records)
     documents = _stream(path, tokenizer, vocab_size=VOCAB_SIZE, **options)
-    expected = _lists(tokenize_records(load_records(str(path)), tokenizer, **options))
+    expected = _lists(tokenize_records(load_records(path), tokenizer, **options))
     if documents.encoder.masked:  # always those of chats: a later message may have a mask
         expected = [{"labels": document["input_ids"]} | document for document in expected]
     assert _lists(documents) == expected
@@ -79,7 +68,6 @@ def test_a_stream_gives_the_documents_of_the_data_set(name, suffix, tmp_path, to
 def test_text_files_and_splits_stream(tmp_path, tokenizer) -> None:
     texts, folder = tmp_path / "texts", tmp_path / "splits"
     texts.mkdir()
-    folder.mkdir()
     for number, text in enumerate(TEXTS):
         (texts / f"{number}.txt").write_text(text)
     expected = _lists(tokenize_records(load_records(str(texts)), tokenizer))
@@ -106,7 +94,7 @@ def test_a_stream_reads_what_it_is_asked_for_and_writes_nothing(tmp_path, tokeni
 def test_every_worker_of_a_loader_reads_the_whole_stream(tmp_path, tokenizer) -> None:
     """What datasets deals out to workers by itself would be missed by PackedStream, which deals out rows."""
     for number in range(4):
-        pq.write_table(pa.table({"text": [f"{number} {n}" for n in range(9)]}), tmp_path / f"{number}.parquet")
+        write_records(tmp_path / f"{number}.parquet", [{"text": f"{number} {n}"} for n in range(9)])
     documents = _stream(f"{tmp_path}/*.parquet", tokenizer)
     expected = _lists(documents)
     assert len(expected) == 36
@@ -210,20 +198,14 @@ def test_document_lengths() -> None:
 def test_a_record_is_found_in_the_file_it_came_from(tmp_path) -> None:
     for name, first in (("a", 0), ("b", 3)):
         records = [{"text": f"{i}"} for i in range(first, first + 3)]
-        lines = "\n\n".join(map(json.dumps, records))  # a blank line between any two
-        for folder in ("lines", "array", "parquet", "arrow", "texts"):
+        for folder in ("array", "lines", "parquet", "arrow", "texts"):
             (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / "lines" / f"{name}.jsonl").write_text(lines)
         (tmp_path / "array" / f"{name}.json").write_text(json.dumps(records))
-        (tmp_path / "texts" / f"{name}.txt").write_text(name)
-        Dataset.from_list(records).to_parquet(tmp_path / "parquet" / f"{name}.parquet")
-        table = pa.Table.from_pylist(records)
-        with (
-            pa.OSFile(str(tmp_path / "arrow" / f"{name}.arrow"), "wb") as file,
-            pa.ipc.new_stream(file, table.schema) as writer,
-        ):
-            writer.write_table(table)
-    Dataset.from_list(records).save_to_disk(tmp_path / "saved")
+        (tmp_path / "lines" / f"{name}.jsonl").write_text("\n\n".join(map(json.dumps, records)))
+        for suffix in ("parquet", "arrow"):
+            write_records(tmp_path / suffix / f"{name}.{suffix}", records)
+        write_records(tmp_path / "texts" / f"{name}.txt", records)
+    write_records(tmp_path / "saved", records)
     for folder, expected in {
         "lines": "lines/b.jsonl:3",
         "array": "array/b.json, record 1 (counted from 0)",
@@ -238,13 +220,6 @@ def test_a_record_is_found_in_the_file_it_came_from(tmp_path) -> None:
     assert record_place(1, str(tmp_path / "texts")) == f"{tmp_path}/texts/b.txt"
     assert record_place(1, str(tmp_path / "saved")) == f"{tmp_path}/saved, train[1]"
     assert record_place(7, "owner/name", split="test") == "owner/name, test[7]"
-
-
-def test_only_records_are_given_a_place() -> None:
-    place = "file.jsonl:{}".format
-    assert str(with_place(DataError("record 12 (counted from 0): 'text' is"), place)) == "file.jsonl:12: 'text' is"
-    other = DataError("no chat template; record 12 (counted from 0) needs it")
-    assert with_place(other, place) is other
 
 
 def _saved_tokenizer(folder: Path, **changes: Any) -> str:

@@ -11,11 +11,11 @@ import re
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from longctx.data import DataError, load_records, record_place, stream_records, tokenize_records, tokenize_stream
-from tests.data.test_data_fuzz import TOKENIZER, documents_in, table_bytes, write
+from tests.data.tables import table_bytes
+from tests.data.test_data_fuzz import FORMATS, TOKENIZER, documents_in, write
 from tests.few import few
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -30,6 +30,7 @@ FINE = '{"text": "fine"}\n'
 IDS = '{"input_ids": [1]}\n{"input_ids": [1, %s]}\n'
 LABELS = '{"input_ids": [1], "labels": [1]}\n{"input_ids": [1, 2], "labels": [1, %s]}\n'
 HALF = "is half a surrogate pair"
+ENDLESS = ":2: 'messages' holds NaN or an infinite number"
 CHAT = "<|im_start|>user\na<|im_end|>"
 BINARY = "(: NUL byte at offset|:1: not UTF-8)"
 MARK = "\ufeff"
@@ -42,51 +43,24 @@ TRICKY: dict[str, tuple[str, str | bytes, str | list[str]]] = {
     "half a surrogate pair in a chat": (".jsonl", chat("1") + chat(r'"\uD83D"'), rf":2: .*\\ud83d {HALF}"),
     "half a surrogate pair in an array": (".json", f'[{FINE}, {{"text": "\\udc00"}}]', rf", record 1 .*\\udc00 {HALF}"),
     "a surrogate in UTF-8": (".txt", b"a\xed\xb0\x80", r":1: not UTF-8 \(byte 0xed at offset 1\)"),
-    "NaN in a chat": (".jsonl", chat("1") + chat("NaN"), ":2: 'messages' holds NaN or an infinite number"),
-    "1e400 in a chat": (
+    "NaN in a chat": (".jsonl", chat("1") + chat("NaN"), ENDLESS),
+    "1e400 in a chat": (".jsonl", chat("1") + chat('[{"a": -1e400}]'), ENDLESS),
+    "numbers in a column that is not read": (".jsonl", FINE + '{"text": "a", "n": [NaN, 1e400]}', ["fine", "a"]),
+    "another type in a column that is not read": (
         ".jsonl",
-        chat("1") + chat('[{"a": -1e400}]'),
-        ":2: 'messages' holds NaN or an infinite number",
+        '{"text": "a", "n": 1}\n{"text": "b", "n": "x"}',
+        ["a", "b"],
     ),
-    "NaN as a token": (".jsonl", IDS % "NaN", ":2: 'input_ids' holds NaN; expected a flat list of integers"),
-    "1e400 as a token": (".jsonl", IDS % "1e400", ":2: 'input_ids' holds Infinity; expected a flat list of integers"),
-    "numbers in a column that is not read": (
-        ".jsonl",
-        FINE + '{"text": "a", "n": [NaN, 1e400, -9e999]}',
-        ["fine", "a"],
-    ),
+    "a date as a text": (".jsonl", FINE + '{"text": "2020-01-01T00:00:00"}', ["fine", "2020-01-01T00:00:00"]),
+    "a NUL as a text": (".jsonl", FINE + r'{"text": "\u0000"}', ["fine", "\0"]),
+    "an array over lines": (".json", f"\n [\n  {FINE},\n  {FINE}]\n", ["fine", "fine"]),
+    "an array that is cut off": (".json", f"[{FINE}, {FINE}", ".*malformed JSON"),
     "a number of more than 64 bits": (".jsonl", chat(f"{2**63}") + chat(f"[{-(2**63) - 1}]"), [CHAT, CHAT]),
-    "a token of 32 bits": (".jsonl", IDS % 2**31, f":2: 'input_ids' holds {2**31}; expected a flat list of integers"),
-    "a token of 64 bits": (".jsonl", IDS % 2**63, f":2: 'input_ids' holds {2**63}; expected a flat list of integers"),
-    "a token of -64 bits": (
-        ".jsonl",
-        IDS % -(2**63),
-        f":2: 'input_ids' holds {-(2**63)}; expected a flat list of integers",
-    ),
-    "a boolean as a token": (".jsonl", IDS % "true", ":2: 'input_ids' holds true; expected a flat list of integers"),
-    "a boolean as a label": (".jsonl", LABELS % "false", ":2: 'labels' holds false; expected a flat list of integers"),
-    "a label of 64 bits": (
-        ".jsonl",
-        LABELS % (2**64 - 100),
-        f":2: 'labels' holds {2**64 - 100}; expected a flat list of integers",
-    ),
-    "a token of 65 bits": (
-        ".jsonl",
-        IDS % (2**64 + 1),
-        f":2: 'input_ids' holds {2**64 + 1}; expected a flat list of integers",
-    ),
+    "a number of 5,000 digits": (".jsonl", FINE + f'{{"text": "a", "n": {"9" * 5000}}}', ":2: malformed JSON"),
     "a key twice": (".jsonl", FINE + '{"text": "a", "text": "a"}', ":2: .*the key 'text' stands twice"),
-    "a key twice, once escaped": (
-        ".jsonl",
-        FINE + r'{"text": "a", "te\u0078t": "b"}',
-        ":2: .*the key 'text' stands twice",
-    ),
+    "a key twice, once escaped": (".jsonl", FINE + r'{"text": "a", "te\u0078t": "b"}', ":2: .*'text' stands twice"),
     "a key twice in a chat": (".jsonl", chat("1") + chat('{"x": 1, "x": 1}'), ":2: .*the key 'x' stands twice"),
-    "a key twice in an array": (
-        ".json",
-        '[{"text": "a", "x": {"y": 1, "y": 2}}]',
-        ", record 0 .*: .*the key 'y' stands twice",
-    ),
+    "a key twice in an array": (".json", '[{"text": "a", "x": {"y": 1, "y": 2}}]', ", record 0 .*'y' stands twice"),
     "UTF-16": (".jsonl", FINE.encode("utf-16"), r":1: not UTF-8 \(byte 0xff at column 1\)"),
     "UTF-16 without a mark": (".jsonl", FINE.encode("utf-16-be"), ":1: malformed JSON"),
     "UTF-16 array": (".json", f"[{FINE}]".encode("utf-16"), r":1: not UTF-8 \(byte 0xff at column 1\)"),
@@ -108,6 +82,14 @@ TRICKY: dict[str, tuple[str, str | bytes, str | list[str]]] = {
 }
 
 TRICKY |= {
+    f"{value} in {lines}": (".jsonl", lines % value, f":2: '{name}' holds {said}; expected a flat list of integers")
+    for name, lines, value, said in (
+        *(("input_ids", IDS, n, n) for n in (2**31, 2**63, -(2**63), 2**64 + 1, "NaN", "true")),
+        ("input_ids", IDS, "1e400", "Infinity"),
+        *(("labels", LABELS, n, n) for n in (2**64 - 100, "false")),
+    )
+}
+TRICKY |= {
     f"lists {depth} deep{how}": (suffix, text % nested, ["a", "a"] if depth == 99 else f"{place} {TOO_DEEP}")
     for how, suffix, text, place in (
         ("", ".jsonl", '{"text": "a"}\n{"text": "a", "x": %s}', ":2:"),
@@ -123,13 +105,10 @@ def packed(codec: str, suffix: str = "") -> bytes:
     if not suffix:
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
         return gzip.compress(lines, mtime=0) if codec == "gzip" else pa.compress(lines, codec, asbytes=True)
-    table, sink = pa.table({"text": texts}), pa.BufferOutputStream()
+    table = pa.table({"text": texts})
     if suffix == ".parquet":
-        pq.write_table(table, sink, compression=codec, use_dictionary=False, write_statistics=False)
-    else:
-        with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
-            writer.write_table(table)
-    return sink.getvalue().to_pybytes()
+        return table_bytes(table, suffix, None, compression=codec, use_dictionary=False, write_statistics=False)
+    return table_bytes(table, suffix, None, options=pa.ipc.IpcWriteOptions(compression=codec))
 
 
 def spoilt(data: bytes) -> bytes:
@@ -177,7 +156,13 @@ TRICKY |= {
         rf": not a readable {suffix.rpartition('.')[2]} file \(",
     )
     for name, table in DAMAGED.items()
-    for suffix in (".parquet", ".arrow", ".file.arrow")
+    for suffix in FORMATS
+}
+KINDS_OF_TEXT = [pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
+TRICKY |= {
+    f"{kind} in {suffix}": (suffix, table_bytes(TEXT.cast(pa.schema({"text": kind})), suffix), ["a", "b"])
+    for kind in KINDS_OF_TEXT
+    for suffix in FORMATS
 }
 
 
@@ -215,18 +200,3 @@ def test_templates_see_what_is_written(tmp_path, number):
     ):
         texts = [TOKENIZER.decode(document["input_ids"]) for document in documents]
         assert texts == [repr(json.loads(message)) for message in (first, second)]
-
-
-def test_records_of_a_stream_are_passed_over_unparsed(tmp_path):
-    """A malformed line is refused by who parses it; records that are parsed need not follow each other."""
-    texts = ["a", "b", "c"]
-    lines = [json.dumps({"text": text}) for text in texts]
-    (tmp_path / "a.jsonl").write_text("\n".join([lines[0], "malformed", *lines[1:]]))
-    records = stream_records(str(tmp_path / "a.jsonl"))
-    raw = list(records.raw())
-    assert records.parse([raw[0], raw[3], raw[2]])["text"].to_pylist() == ["a", "c", "b"]
-    with pytest.raises(DataError, match=re.escape(f"{tmp_path}/a.jsonl:2: malformed JSON")):
-        records.parse(raw[:2])
-    pq.write_table(pa.table({"text": texts, "more": [1, 2, 3]}), tmp_path / "a.parquet", row_group_size=2)
-    records = stream_records(str(tmp_path / "a.parquet"))
-    assert records.select_columns(["more"]).parse(list(records.raw())[::2]).to_pydict() == {"more": [1, 3]}

@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"all, or some of {', '.join(GROUPS)}")
     parser.add_argument("--record", action="store_true", help="commit what this tree computes")
     parser.add_argument("--against", metavar="COMMIT", help="compare with this commit, run beside this tree")
-    parser.add_argument("--quick", action="store_true", help="only the part that the default tests compare")
+    parser.add_argument("--quick", action="store_true", help="only the part that `.ci/run` compares")
     parser.add_argument(
         "--dump", type=Path, metavar="FOLDER", help="write all values, measured ones too, and compare nothing"
     )

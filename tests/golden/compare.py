@@ -41,7 +41,7 @@ def recorded(group: str) -> dict[str, Any]:
 def record(group: str, values: dict[str, Any]) -> None:
     """Write the file of a group: one line for each value, in the order of their names.
 
-    A module that defines `before_record(before, now)` may raise SystemExit there, or change what is written.
+    A module that defines `before_record(before, now)` may raise SystemExit there.
     """
     module = importlib.import_module(f"tests.golden.{group}")
     if hasattr(module, "before_record"):

@@ -1,14 +1,11 @@
 """What longctx costs the host: functions called, files opened, bytes read and processes started.
 
     longctx --help, longctx train --help, refusals     from the start of Python to its end
-    the demo                                           from the start of Python to its first step, data prepared before
     1,000 documents                                    `--prepare_only` in a process that has imported everything
-    a step, a save, a resumed start                    of a model of 8 layers, on rank 0, once libraries are warm
+    a step                                             of a model of 8 layers, on rank 0, once libraries are warm
 
 What a call of a function takes differs between machines; how many there are does not, with the same versions. So these
-numbers are compared where the recorded versions are installed, which .ci/versions.txt pins, and may differ by 2%. A
-fall is recorded, so that it is kept; a rise that a change needs is entered under `reasons` in data/counts.json, as
-[old, new, reason], before it is recorded.
+numbers are compared where the recorded versions are installed, which .ci/versions.txt pins, and may differ by 2%.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +39,9 @@ COMMANDS = {
     "longctx train --help": "train --help",
     "a flag that is mistyped": "train --sq 2",
 }
-LONG_COMMANDS = {
-    "a model that is refused": "train --model_name_or_path refused --dataset_name stdlib",
-    "the demo until its first step": "train --output_dir demo",
-}
 RUN = "--max_steps 5 --max_length 512 --logging_steps 1 --report_to none --disable_tqdm True --use_cpu True"
-CHECKPOINTS = {
-    "with": "True",
-    "with selective": """True --gradient_checkpointing_kwargs {"selective":true}""",
-    "without": "False",
-}
-LAYOUTS = {
-    "sp 1": (1, ""),
-    "ring 2 on FSDP2": (2, "--sp 2 --sp_backend ring"),
-    "Ulysses 2 on ZeRO-3": (2, "--sp 2 --sp_backend ulysses"),
-}
-QUICK = ("sp 1", "ring 2 on FSDP2")
+CHECKPOINTS = {"with": "True", "without": "False"}
+LAYOUTS = {"sp 1": (1, ""), "ring 2 on FSDP2": (2, "--sp 2 --sp_backend ring")}
 DOCUMENTS = (307, 128, 61, 16)
 """Tokens of the documents of every sequence."""
 WARM_UP = 2
@@ -64,13 +49,13 @@ WARM_UP = 2
 
 
 def golden(quick: bool) -> Iterator[tuple[str, Any]]:
-    """Yield one number for each value, besides `versions` and `reasons`."""
+    """Yield one number for each value, besides `versions`."""
     yield "versions", versions()
-    yield "reasons", recorded("counts").get("reasons", {})
     with tempfile.TemporaryDirectory() as folder:
-        found = of_commands(Path(folder), COMMANDS if quick else COMMANDS | LONG_COMMANDS)
+        found = of_commands(Path(folder))
+        run_ranks(1, f"{__name__}:write_inputs", folder)
         for processes in (1, 2):
-            found |= of_runs(Path(folder), processes, quick=quick)
+            found |= of_runs(Path(folder), processes)
     for what, counts in found.items():
         counts[counter.READ] >>= 10  # what /proc says of a process varies by some bytes
         yield from ((f"{what}: {name}", count) for name, count in zip(counter.NAMES, counts, strict=True))
@@ -84,24 +69,21 @@ def versions() -> dict[str, str]:
 # Whole processes
 
 
-def of_commands(folder: Path, commands: Mapping[str, str]) -> dict[str, list[int]]:
+def of_commands(folder: Path) -> dict[str, list[int]]:
     """Run each command twice, the first time to fill caches."""
-    refused = folder / "refused"
-    refused.mkdir()
-    (refused / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
     kept = ("HOME", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "VIRTUAL_ENV")
     environment = {name: os.environ[name] for name in kept if name in os.environ}
     environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "COLUMNS": "80", "LC_ALL": "C.UTF-8"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
     return {
-        what: [_of_process(folder, flags.split(), environment) for _ in range(2)][1] for what, flags in commands.items()
+        what: [_of_process(folder, flags.split(), environment) for _ in range(2)][1] for what, flags in COMMANDS.items()
     }
 
 
 def _of_process(folder: Path, arguments: list[str], environment: Mapping[str, str]) -> list[int]:
     with tempfile.TemporaryDirectory() as counts:
         path = os.pathsep.join((str(Path(counter.__file__).parent), str(ROOT)))
-        counting = {"PYTHONPATH": path, "GOLDEN_COUNTS": counts, "GOLDEN_COUNTS_UNTIL": "on_step_begin"}
+        counting = {"PYTHONPATH": path, "GOLDEN_COUNTS": counts}
         command = [sys.executable, "-m", "longctx", *arguments]
         done = subprocess.run(command, cwd=folder, env={**environment, **counting}, capture_output=True, check=False)
         assert done.returncode in (0, 2), done.stderr.decode()
@@ -111,40 +93,22 @@ def _of_process(folder: Path, arguments: list[str], environment: Mapping[str, st
 # Runs in processes that have imported everything
 
 
-def of_runs(folder: Path, processes: int, *, quick: bool) -> dict[str, list[int]]:
+def of_runs(folder: Path, processes: int) -> dict[str, list[int]]:
     """Count in runs of every layout of so many processes."""
-    run_ranks(1, f"{__name__}:write_inputs", str(folder))
-    given = f"--model_name_or_path {folder}/model --dataset_name {folder}/rows.jsonl {RUN}"
     cases = {}
     if processes == 1:
         prepare = f"--prepare_only True --model_name_or_path tiny --max_length 4096 --dataset_name {folder}"
         cases |= {"prepare first": f"{prepare}/first.jsonl", "prepare": f"{prepare}/second.jsonl"}
-    layouts = {
-        layout: flags
-        for layout, (ranks, flags) in LAYOUTS.items()
-        if ranks == processes and (layout in QUICK or not quick)
-    }
-    for layout, flags in layouts.items():
-        for how, value in CHECKPOINTS.items():
-            cases[f"{layout} {how}"] = f"{given} {flags} --gradient_checkpointing {value} --save_strategy no"
-        if not quick:
-            output = folder / layout.replace(" ", "-")
-            saving = f"{given} {flags} --gradient_checkpointing False --save_strategy steps --save_steps 2"
-            cases[f"{layout} saving"] = f"{saving} --output_dir {output}"
-            resumed = f"{saving} --output_dir {output}-2 --resume_from_checkpoint {output}/checkpoint-2"
-            cases[f"{layout} resumed"] = resumed
+    layouts = {layout: flags for layout, (ranks, flags) in LAYOUTS.items() if ranks == processes}
+    given = f"--model_name_or_path {folder}/model --dataset_name {folder}/rows.jsonl {RUN}"
+    for (layout, flags), (how, value) in product(layouts.items(), CHECKPOINTS.items()):
+        step = f"a step at {layout}, {how} activation checkpoints"
+        cases[step] = f"{given} {flags} --gradient_checkpointing {value} --save_strategy no"
     backend = None if processes == 1 else "gloo"
     marks = run_ranks(processes, f"{__name__}:marks_of_runs", str(folder), cases, backend=backend, timeout=1200)[0]
-    found = {}
+    found = {what: _of_step(marks[what]) for what in cases if what.startswith("a step")}
     if processes == 1:
         found["1,000 documents tokenised"] = _between(*(marks["prepare"][place][1] for place in (0, -1)))
-    for layout in layouts:
-        for how in CHECKPOINTS:
-            found[f"a step at {layout}, {how} activation checkpoints"] = _of_step(marks[f"{layout} {how}"])
-        if not quick:
-            found[f"a save at {layout}"] = _of_save(marks[f"{layout} saving"])
-            starts = [_of_start(marks[f"{layout} {run}"]) for run in ("saving", "resumed")]
-            found[f"a resumed start at {layout}, beyond another"] = _between(*starts)
     return found
 
 
@@ -160,15 +124,6 @@ def _of_step(marks: Marks) -> list[int]:
     """Return the least of each count over steps after the first ones."""
     begins = [counts for event, counts in marks if event == "on_step_begin"][WARM_UP:]
     return [min(counts) for counts in zip(*map(_between, begins, begins[1:]), strict=True)]
-
-
-def _of_save(marks: Marks) -> list[int]:
-    place = max(place for place, (event, _) in enumerate(marks) if event == "on_save")
-    return _between(marks[place - 1][1], marks[place][1])
-
-
-def _of_start(marks: Marks) -> list[int]:
-    return _between(marks[0][1], next(counts for event, counts in marks if event == "on_step_begin"))
 
 
 def write_inputs(folder: str) -> None:
@@ -223,26 +178,8 @@ def differs(name: str, before: Any, now: Any) -> str:
     """Return how a count rose or fell, or "" if it did not. With other versions, say that nothing is compared."""
     if name == "versions" and before != now:
         print(f"counts are not compared: they are recorded with {before}, and here is {now}", file=sys.stderr)
-    if name in ("versions", "reasons") or recorded("counts").get("versions") != versions():
+    if name == "versions" or recorded("counts").get("versions") != versions():
         return ""
     if abs(now - before) <= (SLACK if before < SMALL else TOLERANCE * before):
         return ""
     return f"{'rose' if now > before else 'fell'} from {before:,} to {now:,}"
-
-
-def before_record(before: Mapping[str, Any], now: dict[str, Any]) -> None:
-    """Refuse a rise without a reason, unless versions have changed.
-
-    Raises:
-        SystemExit: with what to enter under `reasons`.
-    """
-    if before.get("versions") != now["versions"]:
-        return
-    missing = [
-        f'"{name}": [[{before[name]}, {now[name]}, "…"]]'
-        for name in before.keys() & now.keys()
-        if differs(name, before[name], now[name]).startswith("rose")
-        and not any(old == before[name] for old, *_ in now["reasons"].get(name, []))
-    ]
-    if missing:
-        raise SystemExit("enter why under reasons in tests/golden/data/counts.json:\n" + "\n".join(sorted(missing)))

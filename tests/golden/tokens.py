@@ -1,35 +1,26 @@
-"""Tokens and labels of every kind of record, read from every kind of file, with several tokenizers and templates."""
+"""Tokens and labels of every kind of record, with two tokenizers and several templates, as data sets and as streams."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
-from datasets import Dataset, DatasetDict
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from longctx.data import load_records, stream_records, tokenize_records, tokenize_stream
 from longctx.data.kinds import PAIRS
 from longctx.model.load import load_tokenizer
-from longctx.run.preparation import prepare_data
-from longctx.settings.launcher import read_profile
-from longctx.settings.read import parse_flags
-from longctx.settings.resolve import resolve
 from tests.golden.data_sets import own_folder
 from tests.golden.digests import digest
 from tests.jsonl import write_lines
 from tests.model.test_tiny import MESSAGES
 
 Records = list[dict[str, Any]]
-
-# --------------------------------------------------------------------------------------------------
-# Tokenizers and templates
-# --------------------------------------------------------------------------------------------------
 
 TOOLS = (
     "{%- if tools %}{{ '<|im_start|>tools\\n' + tools | tojson + '<|im_end|>\\n' }}{%- endif %}"
@@ -60,9 +51,6 @@ LAST_ALONE = (
 _SPECIAL = ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>", "<s>"]
 
 
-WORDS = "hello the sky is blue 2 4 + = ? hi there sure yes be brief user assistant system"
-
-
 def _merging() -> Tokenizer:
     """Bytes with a few merges, one of which joins a prompt's end to its answer. A BOS token begins every text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -76,44 +64,13 @@ def _merging() -> Tokenizer:
     return made
 
 
-def _of_words() -> Tokenizer:
-    """Whole words in lower case; others are unknown."""
-    words = ["[unk]", *WORDS.split()]
-    made = Tokenizer(models.WordLevel({word: at for at, word in enumerate([*words, *_SPECIAL])}, unk_token="[unk]"))
-    made.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.Lowercase(), normalizers.StripAccents()])
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    return made
+def _merging_from_disk(folder: Path) -> PreTrainedTokenizerBase:
+    made = _merging()
+    made.add_special_tokens(_SPECIAL)
+    options = {"eos_token": "<|endoftext|>", "chat_template": TOOLS, "bos_token": "<s>"}
+    PreTrainedTokenizerFast(tokenizer_object=made, **options).save_pretrained(folder)
+    return load_tokenizer(str(folder))
 
-
-def _of_pieces() -> Tokenizer:
-    """Pieces with scores, in which a space begins a word, as in SentencePiece."""
-    pieces = [("<unk>", 0.0), ("▁", -2.0), ("▁the", -1.0), ("▁is", -1.5), ("▁blue", -1.2), ("ue", -3.0)]
-    pieces += [(character, -8.0 - place / 16) for place, character in enumerate("abcdefghijklmnopqrstuvwxyz0123456789")]
-    made = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
-    made.pre_tokenizer = pre_tokenizers.Metaspace()
-    made.decoder = decoders.Metaspace()
-    return made
-
-
-MAKERS: dict[str, Callable[[], Tokenizer]] = {"merging": _merging, "words": _of_words, "pieces": _of_pieces}
-
-
-def _tokenizers(folder: Path) -> dict[str, PreTrainedTokenizerBase]:
-    """Return tiny's tokenizer, and others as they are read from disk."""
-    found = {"tiny": load_tokenizer("tiny")}
-    for name, make in MAKERS.items():
-        made = make()
-        made.add_special_tokens(_SPECIAL)
-        options = {"eos_token": "<|endoftext|>", "chat_template": TOOLS}
-        options |= {"bos_token": "<s>"} if name == "merging" else {"pad_token": "<|pad|>"}
-        PreTrainedTokenizerFast(tokenizer_object=made, **options).save_pretrained(folder / name)
-        found[name] = load_tokenizer(str(folder / name))
-    return found
-
-
-# --------------------------------------------------------------------------------------------------
-# Records
-# --------------------------------------------------------------------------------------------------
 
 TEXTS = ["hello", "def f(x):\n    return 'ü€'\n", "the sky is blue " * 20, "", "ends<|endoftext|>", " \t1.50\r\n"]
 CHATS: list[Records] = [MESSAGES, [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]]
@@ -199,96 +156,6 @@ CASES: dict[str, tuple[Records, dict[str, Any]]] = {
     "chat pairs without prompts": (IMPLICIT, {"text_field": PAIRS}),
     "chat pairs, Llama 2's template": (CHAT_PAIRS, {"text_field": PAIRS, "chat_template": MARKED}),
 }
-QUICK = (
-    "text",
-    "chat of prompt and completion, assistant's part",
-    "tools, assistant only",
-    "prompt and completion",
-    "tokens with both masks",
-    "chat pairs without prompts",
-)
-
-# --------------------------------------------------------------------------------------------------
-# Files
-# --------------------------------------------------------------------------------------------------
-
-
-def _json(path: Path, records: Records, indent: int | None = None) -> str:
-    path.write_text(json.dumps(records, indent=indent, ensure_ascii=indent is None))
-    return str(path)
-
-
-def _parquet(path: Path, records: Records, compression: str) -> str:
-    pq.write_table(pa.Table.from_pylist(records), path, compression=compression, row_group_size=2)
-    return str(path)
-
-
-def _arrow(path: Path, records: Records, make: Callable[..., Any]) -> str:
-    table = pa.Table.from_pylist(records)
-    with make(str(path), table.schema) as writer:
-        writer.write_table(table, max_chunksize=2)
-    return str(path)
-
-
-def _folder(path: Path, records: Records) -> str:
-    """Files in folders, whose paths give their order, with notes and hidden files beside them."""
-    for name, part in (("b/0.jsonl", records[2:]), ("a1.jsonl", records[:1]), ("a2.jsonl", records[1:2])):
-        write_lines(path / name, part)
-    (path / "README.md").write_text("notes")
-    (path / ".hidden.jsonl").write_text("x")
-    return str(path)
-
-
-def _saved(path: Path, records: Records) -> str:
-    dataset = Dataset.from_list(records)
-    DatasetDict({"train": dataset, "test": dataset.select([0])}).save_to_disk(str(path))
-    return str(path)
-
-
-def _marked_lines(path: Path, records: Records) -> str:
-    """With a byte order mark, blank lines, and line ends of Windows."""
-    lines = "\r\n \r\n".join(map(json.dumps, records))
-    path.write_bytes(b"\xef\xbb\xbf" + lines.encode() + b"\n\n")
-    return str(path)
-
-
-WRITERS: dict[str, Callable[[Path, Records], str]] = {
-    "JSON lines": lambda path, records: write_lines(path / "data.jsonl", records),
-    "JSON lines, marked": lambda path, records: _marked_lines(path / "data.jsonl", records),
-    "JSON": lambda path, records: _json(path / "data.json", records),
-    "JSON, indented": lambda path, records: _json(path / "data.json", records, 2),
-    **{
-        f"Parquet, {codec}": lambda path, records, codec=codec: _parquet(path / "data.parquet", records, codec)
-        for codec in ("none", "snappy", "gzip", "zstd")
-    },
-    "Arrow stream": lambda path, records: _arrow(path / "data.arrow", records, pa.ipc.new_stream),
-    "Arrow file": lambda path, records: _arrow(path / "data.arrow", records, pa.ipc.new_file),
-    "folder": lambda path, records: _folder(path, records),
-    "save_to_disk": lambda path, records: _saved(path, records),
-    "compressed JSON lines": lambda path, records: str(
-        Path(write_lines(path / "x", records)).rename(path / "a.jsonl.gz")
-    ),
-}
-
-
-def _source_files(folder: Path) -> str:
-    """A folder of sources and notes, each of which is one document."""
-    files = {
-        "b/z.py": "x = 1\n",
-        "b/a.py": "# ü\r\ny = 2",
-        "c.txt": "\ufefftext",
-        "Makefile": "all:\n\techo",
-        ".x": "no",
-    }
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(text.encode())
-    return str(folder)
-
-
-# --------------------------------------------------------------------------------------------------
-# Values
-# --------------------------------------------------------------------------------------------------
 
 
 def _documents(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -306,110 +173,23 @@ def _documents(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[s
     }
 
 
-def _tokenized(
-    source: str | Dataset, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], **where: Any
-) -> Any:
-    """Return the documents of a data set, and whether a stream of it has the same ones; or why it is refused."""
-    read = where | {name: options[name] for name in ("text_field",) if name in options}
+def _tokenized(path: str, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> Any:
+    """Return the documents of a file, and whether a stream of it has the same ones; or why it is refused."""
+    read = {name: options[name] for name in ("text_field",) if name in options}
     try:
-        records = source if isinstance(source, Dataset) else load_records(source, **read)
-        found = _documents(tokenize_records(records, tokenizer, **options), tokenizer)
-        if isinstance(source, Dataset) or "[" in where.get("split", ""):
-            return found
-        stream = tokenize_stream(stream_records(source, **read), tokenizer, **options)
+        found = _documents(tokenize_records(load_records(path, **read), tokenizer, **options), tokenizer)
+        stream = tokenize_stream(stream_records(path, **read), tokenizer, **options)
         streamed = _documents(Dataset(pa.concat_tables(stream.tables())), tokenizer)
         stream.encoder.process.close()
         return found | {"streamed": "the same" if streamed == found else streamed}
     except ValueError as error:
-        return {"refused": str(error).replace(str(source), "DATA").replace(str(Path.cwd()), "HERE")}
+        return {"refused": str(error).replace(path, "DATA")}
 
 
 def golden(quick: bool) -> Iterator[tuple[str, Any]]:
     with own_folder() as folder:
-        tokenizers = _tokenizers(folder)
+        tokenizers = {"tiny": load_tokenizer("tiny"), "merging": _merging_from_disk(folder / "merging")}
         for number, (case, (records, options)) in enumerate(CASES.items()):
-            if quick and case not in QUICK:
-                continue
             path = write_lines(folder / str(number) / "data.jsonl", records)
-            for name in ["tiny"] if quick else [*tokenizers]:
-                yield f"{case}, tokenizer {name}", _tokenized(path, tokenizers[name], options)
-            yield f"{case}, in memory", _tokenized(_in_memory(records), tokenizers["tiny"], options)
-        yield from _of_files(folder, tokenizers["tiny"], quick)
-        yield from _of_flags(folder, quick)
-
-
-def _in_memory(records: Records) -> Dataset:
-    return Dataset.from_list(records, on_mixed_types="use_json")
-
-
-def _of_files(folder: Path, tokenizer: PreTrainedTokenizerBase, quick: bool) -> Iterator[tuple[str, Any]]:
-    for case in ("text", "tools, assistant only", "messages, assistant only", "tokens with labels"):
-        records, options = CASES[case]
-        for number, (name, write) in enumerate(WRITERS.items()):
-            if quick and (case != "text" or number % 4):
-                continue
-            here = folder / f"{case} {number}"
-            here.mkdir()
-            yield f"{case}, {name}", _tokenized(write(here, records), tokenizer, options)
-    path = _source_files(folder / "sources")
-    yield "a folder of sources", _tokenized(path, tokenizer, {})
-    yield "a glob of sources", _tokenized(f"{path}/**/*.py", tokenizer, {})
-    path = str(folder / "splits")
-    for split, number in (("train", 9), ("test", 3)):
-        write_lines(Path(path, f"{split}.jsonl"), [{"text": f"{split} {place}"} for place in range(number)])
-    for split in ("train", "test", "train[2:5]+test[:50%]", "train[-25%:]"):
-        yield f"split {split}", _tokenized(path, tokenizer, {}, split=split)
-
-
-FLAGS: dict[str, tuple[str, Sequence[str]]] = {
-    "messages, assistant only": ("messages", ["--assistant_only_loss", "True"]),
-    "messages, a template in a file": (
-        "messages",
-        ["--chat_template_path", "TEMPLATE", "--assistant_only_loss", "True"],
-    ),
-    "messages, another tokenizer's template": ("messages", ["--chat_template_path", "TOKENIZER"]),
-    "prompt and completion, all tokens": ("prompt and completion", ["--completion_only_loss", "False"]),
-    "text in another column, the first records for evaluation": (
-        "text in another column",
-        ["--dataset_text_field", "body", "--dataset_test_split", "train[:2]", "--eval_strategy", "epoch"],
-    ),
-}
-
-
-def _of_flags(folder: Path, quick: bool) -> Iterator[tuple[str, Any]]:
-    """Yield the documents that commands train on."""
-    template = folder / "template.jinja"
-    template.write_text(LAST_ALONE, encoding="utf-8")
-    other = load_tokenizer("tiny")
-    other.chat_template = TOOLS
-    other.save_pretrained(folder / "other")
-    named = {"TEMPLATE": str(template), "TOKENIZER": str(folder / "other")}
-    for number, (name, (case, flags)) in enumerate([*FLAGS.items()][: 1 if quick else None]):
-        path = write_lines(folder / f"flags {number}" / "data.jsonl", CASES[case][0])
-        given = ["--model_name_or_path", "tiny", "--dataset_name", path, "--output_dir", str(folder / "run")]
-        flags = parse_flags([*given, *(named.get(flag, flag) for flag in flags)])
-        data = prepare_data(resolve(flags, read_profile({}), {}))
-        found = _documents(data.documents, other)
-        yield (
-            f"flags, {name}",
-            found | ({"evaluated": _documents(data.evaluation.documents, other)} if data.evaluation else {}),
-        )
-
-
-TRL_TEMPLATES = ("qwen3", "qwen3_5_think", "qwen2_5", "glm4moe", "llama3", "phi3", "gemma3")
-
-
-def measured() -> Iterator[tuple[str, Any]]:
-    """Yield what depends on the installed packages: templates of TRL's, and the sources of Python."""
-    import trl
-
-    tokenizer = load_tokenizer("tiny")
-    tokenizer.bos_token = tokenizer.eos_token  # as their own tokenizers have one
-    with own_folder():
-        for name in TRL_TEMPLATES:
-            template = Path(trl.__file__).parent.joinpath("chat_templates", f"{name}.jinja").read_text()
-            for options in ({}, ONLY_ASSISTANT):
-                for case in ("messages", "tools"):
-                    found = _tokenized(_in_memory(CASES[case][0]), tokenizer, {"chat_template": template, **options})
-                    yield f"{case}, TRL's {name}{', assistant only' if options else ''}", found
-        yield "stdlib", _tokenized("stdlib", tokenizer, {}, split="train[:3%]")
+            for name, tokenizer in tokenizers.items():
+                yield f"{case}, tokenizer {name}", _tokenized(path, tokenizer, options)

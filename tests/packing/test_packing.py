@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.packing import Packing, lower_bound, one_per_bin, pack, plan_packing
+from longctx.packing import Packing, lower_bound, pack, plan_packing
 
 CAPACITIES = st.one_of(
     st.just(1), st.integers(1, 8).flatmap(lambda n: st.sampled_from([2**n - 1, 2**n, 2**n + 1])), st.integers(1, 300)
@@ -96,16 +96,6 @@ def test_bfd_is_a_permutation_with_the_fills_of_the_reference(case: tuple[list[i
     check_nothing_lost(packing, lengths)
 
 
-def test_bfd_matches_the_reference_on_heavy_tails() -> None:
-    rng = np.random.default_rng(0)
-    for capacity in (127, 1000, 4096, 100_000):
-        lengths = np.clip(rng.lognormal(5, 1.5, 3000), 1, capacity).astype(np.int64)
-        spread = rng.integers(capacity // 5, capacity // 2 + 2, 3000)
-        for sample in (lengths, spread):
-            fills = np.sort(pack(sample, capacity).fills(sample))
-            assert fills.tolist() == reference_fills(sample.tolist(), capacity)
-
-
 @given(any_length())
 def test_bfd_split_and_wrapped_lose_nothing(case: tuple[list[int], int]) -> None:
     lengths, capacity = case
@@ -118,14 +108,6 @@ def test_bfd_split_and_wrapped_lose_nothing(case: tuple[list[int], int]) -> None
     assert len(wrapped) == -(-sum(lengths) // capacity)
     assert all(wrapped.fills(np.array(lengths, dtype=np.int64))[:-1] == capacity)
     assert wrapped.indices.tolist() == sorted(wrapped.indices.tolist())
-
-
-@given(fitting())
-def test_none_keeps_documents_alone_and_in_order(case: tuple[list[int], int]) -> None:
-    lengths, capacity = case
-    present = [i for i, length in enumerate(lengths) if length]
-    for packing in (pack(lengths, capacity, "none"), one_per_bin(lengths)):
-        assert [b.tolist() for b in packing.bins] == [[i] for i in present]
 
 
 @settings(max_examples=40)
@@ -153,16 +135,6 @@ def test_lengths_beyond_32_bits() -> None:
     assert wrapped.stops is not None
     assert wrapped.stops.dtype == wrapped.offsets.dtype == np.int64
     check_nothing_lost(pack([2**61, 2**61, 2**60], 2**62), [2**61, 2**61, 2**60])
-
-
-def test_plan_is_compact() -> None:
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(1, 2000, 70_000)
-    packing = pack(lengths, 4096)
-    assert packing.indices.dtype == np.uint32
-    assert packing.nbytes <= 8 * len(lengths)
-    assert pack([1] * 256, 300).indices.dtype == np.uint8
-    assert pack([1] * 257, 300).indices.dtype == np.uint16
 
 
 @pytest.mark.parametrize(
@@ -208,8 +180,9 @@ def test_every_token_is_counted_once(case: tuple[list[int], int], overlong: str,
     assert (report.packs, report.pieces) == (len(packing), len(packing.indices))
     if overlong == "split":
         check_nothing_lost(packing, lengths)
-    if strategy == "none":
+    if strategy == "none":  # documents alone, or their pieces, in order
         assert len(packing) == len(placed)
+        assert placed == sorted(placed)
     if overlong == "truncate" and strategy in ("bfd", "none"):
         assert {d: (a, b) for d, a, b in placed} == {
             d: (0, min(length, capacity)) for d, length in enumerate(lengths) if length

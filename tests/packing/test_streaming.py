@@ -13,10 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from longctx.collate import SequenceCollator
 from longctx.data import DataError
 from longctx.data.columns import Document
-from longctx.packing import PackedDataset, PackedStream, pack
+from longctx.packing import PackedStream
 from longctx.packing.lanes import lane_of
 from longctx.packing.lookahead import LookAhead
 from longctx.training.data_order import StepStream, StreamLoader
@@ -326,18 +325,6 @@ def test_workers_change_no_step(workers):
     assert run.steps(16) == expected
     assert Run(make, (1, 2, 4), expected[2][-1], workers=workers).steps(13) == expected[3:]
     assert Run(make, (1, 2, 4), workers=3).loaders[0].num_workers == 2
-
-
-def test_rows_collate_like_rows_of_a_packed_data_set():
-    lengths = [30, 5, 1, 17, 40, 8]
-    documents = [{"input_ids": document["input_ids"]} for document in make_documents(lengths)]
-    [row] = PackedStream(documents, sum(lengths))
-    table = datasets.Dataset.from_list(documents)
-    packing = pack(lengths, sum(lengths))
-    cut = PackedDataset(table, packing)[0]
-    assert set(row) == set(cut)
-    batch = SequenceCollator(pad_token_id=0, pad_to_multiple_of=8, padding_free=True)([row])
-    assert batch["cu_seq_lens_q"].tolist() == [0, *np.cumsum(lengths).tolist(), 104]
 
 
 @pytest.mark.parametrize("capacity", [4096, 32768])

@@ -36,6 +36,11 @@ def saved(models, tmp_path_factory):
 
 
 @pytest.fixture
+def data(tmp_path):
+    return write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+
+
+@pytest.fixture
 def copied(saved, tmp_path):
     """The same to break, without its last checkpoint."""
     shutil.copytree(saved[1], tmp_path / "out")
@@ -73,19 +78,30 @@ def test_a_damaged_one_is_named_with_the_older_one(file, copied, models, capsys)
     assert f"resume    from {output_dir / 'checkpoint-2'}" in capsys.readouterr().out
 
 
+def _put_elsewhere(folder):
+    shutil.move(folder / "model.safetensors", folder.parent / "moved")
+    (folder / "model.safetensors").symlink_to(folder.parent / "moved")
+
+
+def _of_another_step(folder):
+    """A file of the same size and time."""
+    before = (folder / "model.safetensors").stat()
+    shutil.copyfile(folder.parent / "checkpoint-2" / "model.safetensors", folder / "model.safetensors")
+    os.utime(folder / "model.safetensors", ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda folder: next(folder.glob("states-*")).unlink(), "is missing"),
         (lambda folder: os.truncate(folder / "model.safetensors", 100), "has 100 bytes, and was written with"),
+        (lambda folder: (folder / "extra.safetensors").touch(), "extra.safetensors is not of this checkpoint"),
         (
             lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}'),
             "model.safetensors.index.json is not of this checkpoint",
         ),
-        (
-            lambda folder: shutil.copy(folder / "model.safetensors", folder / "extra.safetensors"),
-            "extra.safetensors is not of this checkpoint",
-        ),
+        (_put_elsewhere, "longctx.json names model.safetensors, outside its folder"),
+        (_of_another_step, "model.safetensors is damaged: its contents have changed"),
         (lambda folder: (folder / "longctx.json").write_text("{"), "is damaged"),
         (lambda folder: (folder / "longctx.json").unlink(), "has no longctx.json"),
         (lambda folder: _edit(folder, format=7), "has format 7, and this version of longctx reads 3"),
@@ -142,14 +158,6 @@ def _sign(folder):
     _edit(folder, files=describe_files(folder, [folder / name for name in names]))
 
 
-def _edit_states(folder, kind, change, file="states-00000-000.safetensors"):
-    tensors = load_file(folder / file)
-    for name in [name for name in tensors if name.startswith(kind)]:
-        found = change(tensors.pop(name).clone())
-        tensors |= {} if found is None else {name: found}
-    save_file(tensors, folder / file)
-
-
 def _edit_json(name, **values):
     def edit(folder):
         path = folder / name
@@ -166,96 +174,71 @@ def _last(value):
     return change
 
 
-STATES = "states-00000-000.safetensors: "
+def _states(kind, change, file="states-00000-000.safetensors"):
+    """Change all tensors of a file whose names begin like this; a tensor that becomes None is left out."""
+
+    def edit(folder):
+        tensors = load_file(folder / file)
+        for name in [name for name in tensors if name.startswith(kind)]:
+            found = change(tensors.pop(name).clone())
+            tensors |= {} if found is None else {name: found}
+        save_file(tensors, folder / file)
+
+    return edit
+
+
+def _manifest(**values):
+    return lambda folder: _edit(folder, **values)
+
+
+def _state(**values):
+    return _edit_json("trainer_state.json", **values)
+
+
+def _progress(**values):
+    return _manifest(progress={"ranks": [{"loss": 0.0, "last_logged": 0, "total_loss": 0.0} | values]})
+
+
+ENTRY = "trainer_state.json is damaged: log_history has an entry"
+SECONDS_IN_WORDS = {"step": 1, "seconds": {part: {"mean": "long"} for part in PARTS}}
+NO_PROGRESS = {"ranks": [], "expert_load": []}
+STOPPING = {"EarlyStoppingCallback": {"attributes": [1]}}
+NO_MOMENTS = "states-00000-000.safetensors is damaged: File does not contain tensor exp_avg_sq|0|"
 FORGED = {
-    "a negative second moment": (
-        lambda folder: _edit_states(folder, "exp_avg_sq", _last(-1e-3)),
-        f"{STATES}exp_avg_sq",
-    ),
-    "a NaN moment": (lambda folder: _edit_states(folder, "exp_avg", _last(float("nan"))), "holds a value of nan"),
+    "a negative second moment": (_states("exp_avg_sq", _last(-1e-3)), "states-00000-000.safetensors: exp_avg_sq"),
+    "a NaN moment": (_states("exp_avg", _last(float("nan"))), "holds a value of nan"),
     "an infinite weight": (
-        lambda folder: _edit_states(folder, "model.norm", _last(float("inf")), "model.safetensors"),
+        _states("model.norm", _last(float("inf")), "model.safetensors"),
         "model.safetensors: weight of model.norm.weight holds a value of inf",
     ),
-    "a negative step": (lambda folder: _edit_states(folder, "step", _last(-1.0)), "holds a value of -1, below 0"),
-    "a step to come": (
-        lambda folder: _edit_states(folder, "step", _last(1e6)),
-        "1e+06, and the checkpoint is of step 4",
-    ),
-    "no second moments": (
-        lambda folder: _edit_states(folder, "exp_avg_sq", lambda tensor: None),
-        "states-00000-000.safetensors is damaged: File does not contain tensor exp_avg_sq|0|",
-    ),
-    "no optimizer": (
-        lambda folder: _edit_json("index.json", kinds={})(folder),
-        "holds the optimizer states of no kind, and --optim adamw_torch",
-    ),
-    "another optimizer": (
-        lambda folder: _edit_json("index.json", kinds={"square_avg": False})(folder),
-        "holds the optimizer states square_avg, and --optim adamw_torch",
-    ),
-    "a matrix": (lambda folder: _edit_states(folder, "exp_avg", lambda tensor: tensor[None]), "], expected ["),
-    "whole numbers": (lambda folder: _edit_states(folder, "exp_avg", lambda tensor: tensor.int()), "of type I32"),
-    "a step of two": (
-        lambda folder: _edit_states(folder, "step", lambda tensor: tensor.repeat(2)),
-        "is of type F32 and shape [2], expected one value",
-    ),
-    "another step": (
-        _edit_json("trainer_state.json", global_step=2),
-        "trainer_state.json is damaged: global_step is 2",
-    ),
-    "no log": (
-        _edit_json("trainer_state.json", log_history=None),
-        "trainer_state.json is damaged: log_history is None",
-    ),
-    "a loss in words": (
-        _edit_json("trainer_state.json", log_history=[{"step": 1, "loss": "low"}]),
-        "trainer_state.json is damaged: log_history has an entry",
-    ),
-    "a log of numbers": (_edit_json("trainer_state.json", log_history=[1]), "trainer_state.json is damaged: "),
-    "a log without steps": (
-        _edit_json("trainer_state.json", log_history=[{"loss": 1.0}]),
-        "trainer_state.json is damaged: 'step'",
-    ),
-    "a packing of a list": (
-        _edit_json("trainer_state.json", log_history=[{"step": 1, "packing": [1]}]),
-        "trainer_state.json is damaged: log_history has an entry",
-    ),
-    "times in words": (
-        _edit_json("trainer_state.json", log_history=[{"step": 1, "seconds": {p: {"mean": "long"} for p in PARTS}}]),
-        "trainer_state.json is damaged: log_history has an entry",
-    ),
-    "memory in words": (
-        _edit_json("trainer_state.json", log_history=[{"step": 1, "memory": {"host": {"gib_by_rank": ["all"]}}}]),
-        "trainer_state.json is damaged: log_history has an entry",
-    ),
-    "an unknown field": (_edit_json("trainer_state.json", more=1), "trainer_state.json is damaged: "),
+    "a negative step": (_states("step", _last(-1.0)), "holds a value of -1, below 0"),
+    "a step to come": (_states("step", _last(1e6)), "1e+06, and the checkpoint is of step 4"),
+    "no second moments": (_states("exp_avg_sq", lambda tensor: None), NO_MOMENTS),
+    "no optimizer": (_edit_json("index.json", kinds={}), "optimizer states of no kind, and --optim adamw_torch"),
+    "another optimizer": (_edit_json("index.json", kinds={"square_avg": False}), "optimizer states square_avg, and"),
+    "a matrix": (_states("exp_avg", lambda tensor: tensor[None]), "], expected ["),
+    "whole numbers": (_states("exp_avg", lambda tensor: tensor.int()), "of type I32"),
+    "a step of two": (_states("step", lambda tensor: tensor.repeat(2)), "type F32 and shape [2], expected one value"),
+    "another step": (_state(global_step=2), "trainer_state.json is damaged: global_step is 2"),
+    "no log": (_state(log_history=None), "trainer_state.json is damaged: log_history is None"),
+    "a loss in words": (_state(log_history=[{"step": 1, "loss": "low"}]), ENTRY),
+    "a log of numbers": (_state(log_history=[1]), "trainer_state.json is damaged: "),
+    "a log without steps": (_state(log_history=[{"loss": 1.0}]), "trainer_state.json is damaged: 'step'"),
+    "a packing of a list": (_state(log_history=[{"step": 1, "packing": [1]}]), ENTRY),
+    "times in words": (_state(log_history=[SECONDS_IN_WORDS]), ENTRY),
+    "memory in words": (_state(log_history=[{"step": 1, "memory": {"host": {"gib_by_rank": ["all"]}}}]), ENTRY),
+    "an unknown field": (_state(more=1), "trainer_state.json is damaged: "),
     "no JSON": (lambda folder: (folder / "trainer_state.json").write_text("{"), "trainer_state.json is damaged: "),
     "no state": (lambda folder: (folder / "trainer_state.json").unlink(), "trainer_state.json is missing"),
-    "a callback": (
-        _edit_json("trainer_state.json", stateful_callbacks={"TrainerControl": 1}),
-        "trainer_state.json is damaged: ",
-    ),
-    "a list of attributes": (
-        _edit_json("trainer_state.json", stateful_callbacks={"EarlyStoppingCallback": {"attributes": [1]}}),
-        "trainer_state.json is damaged: stateful_callbacks has no attributes",
-    ),
+    "a callback": (_state(stateful_callbacks={"TrainerControl": 1}), "trainer_state.json is damaged: "),
+    "a list of attributes": (_state(stateful_callbacks=STOPPING), "damaged: stateful_callbacks has no attributes"),
     "random numbers": (_edit_json("random-00000.json", torch=[1, 2]), "random-00000.json is damaged: "),
     "a generator": (_edit_json("random-00000.json", numpy=["MT19937", "x"]), "random-00000.json is damaged: "),
-    "no progress": (
-        lambda folder: _edit(folder, progress={"ranks": [], "expert_load": []}),
-        "longctx.json is damaged: the progress of no rank",
-    ),
-    "infinite progress": (
-        lambda folder: _edit(folder, progress={"ranks": [{"loss": float("inf"), "last_logged": 0, "total_loss": 0}]}),
-        "longctx.json is damaged: ",
-    ),
-    "no sums": (
-        lambda folder: _edit(folder, progress={"ranks": [{"loss": 0.0, "last_logged": 0, "total_loss": 0.0}]}),
-        "longctx.json is damaged: 'metrics'",
-    ),
-    "a position": (lambda folder: _edit(folder, position={"document": 1}), "only a stream has one"),
-    "parameters": (lambda folder: _edit(folder, parameters={"lm_head.weight": "wide"}), "is of another model: "),
+    "no progress": (_manifest(progress=NO_PROGRESS), "longctx.json is damaged: the progress of no rank"),
+    "infinite progress": (_progress(loss=float("inf"), total_loss=0), "longctx.json is damaged: "),
+    "no sums": (_progress(), "longctx.json is damaged: 'metrics'"),
+    "a position": (_manifest(position={"document": 1}), "only a stream has one"),
+    "parameters": (_manifest(parameters={"lm_head.weight": "wide"}), "is of another model: "),
 }
 
 
@@ -300,9 +283,8 @@ def test_a_checkpoint_has_no_learning_rates_of_its_own(saved):
     assert manifest["optimization"]["learning_rate"] == LEARNING_RATE
 
 
-def test_weights_that_are_not_finite_are_not_saved(models, tmp_path, capsys):
+def test_weights_that_are_not_finite_are_not_saved(data, models, tmp_path, capsys):
     """In the last step nothing looks at the loss of the weights that it leaves; the exit code says it."""
-    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
     more = ["--max_steps", "1", "--learning_rate", "3e38", "--save_strategy", "no", "--optim", "sgd"]
     more += ["--lr_scheduler_type", "constant", "--weight_decay", "1000"]
     assert main([*flags(models, data, tmp_path / "out"), *more]) == 1
@@ -310,12 +292,10 @@ def test_weights_that_are_not_finite_are_not_saved(models, tmp_path, capsys):
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
-def test_a_base_model_changed_in_its_middle_is_refused(models, tmp_path, capsys):
+def test_a_base_model_changed_in_its_middle_is_refused(data, models, tmp_path, capsys):
     """With its size, its ends and its times as they were."""
-    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
     shutil.copytree(models["GQA 4:2"], tmp_path / "base")
-    common = [*flags(models, data, tmp_path / "out"), "--model_name_or_path", str(tmp_path / "base")]
-    common += ["--use_peft", "True"]
+    common = [*flags(models, data, tmp_path / "out"), "--model_name_or_path", f"{tmp_path}/base", "--use_peft", "True"]
     assert main(common) == 0
     shutil.rmtree(tmp_path / "out" / "checkpoint-5")
     common += ["--resume_from_checkpoint", "auto"]
@@ -360,8 +340,7 @@ def test_behind_the_last_step_nothing_is_trained(saved, models, tmp_path, capsys
 
 
 @pytest.mark.long
-def test_the_best_model_is_found_where_its_folder_was_moved_to(models, tmp_path):
-    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+def test_the_best_model_is_found_where_its_folder_was_moved_to(data, models, tmp_path):
     evaluated = ["--eval_strategy", "steps", "--eval_steps", "2", "--dataset_test_split", "train"]
     evaluated += ["--load_best_model_at_end", "True", "--metric_for_best_model", "loss", "--greater_is_better", "True"]
     assert main([*flags(models, data, tmp_path / "before"), *evaluated, "--max_steps", "4"]) == 0
@@ -374,17 +353,15 @@ def test_the_best_model_is_found_where_its_folder_was_moved_to(models, tmp_path)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["checkpoint-2.partial", "model.partial"])
-def test_what_rank_0_cannot_write_ends_all_ranks_at_once(name, models, tmp_path):
-    """A file where it makes its folder; root may write everywhere."""
-    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / name).touch()
+@pytest.mark.parametrize("strategy", ["steps", "no"])
+def test_what_rank_0_cannot_write_ends_all_ranks_at_once(strategy, data, models, tmp_path):
+    """A checkpoint, or the model at the end, where files may have 100 KiB, as with a quota."""
     command = [sys.executable, "-m", "longctx.train", *flags(models, data, tmp_path / "out"), "--sp", "2", "--use_cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *command, "--save_strategy", strategy]
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=280)
     assert done.returncode not in (0, None)
     (line,) = [text for text in done.stderr.splitlines() if "could not be written" in text]
-    assert "File exists" in line
+    assert "File too large" in line
     assert "Traceback" not in done.stderr
 
 
@@ -397,9 +374,8 @@ def test_changed_data_is_refused_though_it_has_the_same_lengths(copied, models, 
     assert "documents: " not in error
 
 
-def test_a_changed_stream_is_refused(models, tmp_path, capsys):
+def test_a_changed_stream_is_refused(data, models, tmp_path, capsys):
     """It is known by its files; one that is longer would give other rows only later on."""
-    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
     common = [*flags(models, data, tmp_path / "out"), "--dataset_streaming", "True"]
     assert main(common) == 0
     common += ["--resume_from_checkpoint", "auto"]
@@ -408,8 +384,7 @@ def test_a_changed_stream_is_refused(models, tmp_path, capsys):
     assert "(files: " in capsys.readouterr().err
 
 
-def test_nothing_to_resume(models, tmp_path, capsys):
-    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+def test_nothing_to_resume(data, models, tmp_path, capsys):
     assert resumed(models, data, tmp_path / "out", "--resume_from_checkpoint", "True") == 2
     assert "has no complete checkpoint" in capsys.readouterr().err
     assert checkpoint_of("auto", tmp_path / "out") is None

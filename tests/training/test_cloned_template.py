@@ -7,9 +7,8 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer, clone_chat_template
 
-from longctx.data.kinds import PAIRS
-from longctx.model.tiny import tiny_config, tiny_tokenizer
-from longctx.run.preparation import template_notes
+import longctx.run.training as training
+from longctx.model.tiny import tiny_tokenizer
 from longctx.train import main
 from tests.jsonl import write_lines
 
@@ -25,8 +24,6 @@ def _losses(log):
 
 
 def _train(monkeypatch, model, data, output, *more):
-    import longctx.run.training as training
-
     trainers, build = [], training.build_trainer
     monkeypatch.setattr(training, "build_trainer", lambda *a: trainers.append(build(*a)) or trainers[-1])
     given = [part for name, value in GIVEN.items() for part in (f"--{name}", str(value))]
@@ -59,29 +56,11 @@ def test_trl_resizes_the_model_and_longctx_says_that_it_does_not(added, models, 
     else:
         assert NOTE in said.out
         assert losses[0] != pytest.approx(_losses(trainer.state.log_history)[0], abs=0.05)
-    model, tokenizer, _ = clone_chat_template(
-        *(cls.from_pretrained(models["GQA 4:2"]) for cls in (AutoModelForCausalLM, AutoTokenizer)), asked[1]
-    )
+    read = (cls.from_pretrained(models["GQA 4:2"]) for cls in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer, _ = clone_chat_template(*read, asked[1])
     model.save_pretrained(tmp_path / "cloned")
     tokenizer.save_pretrained(tmp_path / "cloned")
     code, losses = _train(monkeypatch, tmp_path / "cloned", data, tmp_path / "out")
     assert code == 0
     assert losses == pytest.approx(_losses(trainer.state.log_history), abs=2e-5)
     assert NOTE not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("changes", "rows", "is_said"),
-    [
-        ({}, 272, True),
-        ({}, 320, False),
-        ({"chat_template_path": "a.jinja"}, 272, False),
-        ({"chat_template_path": None}, 272, False),
-        ({"dataset_text_field": PAIRS}, 272, False),  # TRL's DPO has no such flag
-    ],
-)
-def test_the_note_comes_only_where_trl_resizes(changes, rows, is_said):
-    tokenizer, config = tiny_tokenizer(), tiny_config()
-    config.vocab_size = rows
-    settings = {"chat_template_path": "other", "dataset_text_field": "text"} | changes
-    assert bool(template_notes(settings, tokenizer, config)) == is_said

@@ -29,9 +29,9 @@ EXPECTED = Cost(
 LOGS = {"tokens_per_second_per_device": 1702.2, "peak_memory_gib_max": 48.12}
 
 
-def printed(capsys, expected, logs, *, steps, max_steps=20):
-    """Return what is printed after each of these steps."""
-    callback, lines = CompareForecast(expected), []
+def printed(capsys, expected, logs, *given, steps=(3,), max_steps=20, **options):
+    """Return what is printed after each of these steps; `given` and `options` are those of CompareForecast."""
+    callback, lines = CompareForecast(expected, *given, **options), []
     for step in steps:
         state = TrainerState(global_step=step, max_steps=max_steps)
         callback.on_log(SFTConfig(use_cpu=True, bf16=False), state, TrainerControl(), logs=logs)
@@ -45,23 +45,16 @@ LINE = (
 )
 
 
-def test_the_third_step_is_compared_once(capsys):
+def test_the_third_step_is_compared_once_or_the_last_of_a_short_run_or_the_first_entry_of_a_rare_log(capsys):
     assert printed(capsys, EXPECTED, LOGS, steps=[1, 2, 3, 4, 5]) == ["", "", LINE, "", ""]
+    assert printed(capsys, EXPECTED, LOGS, steps=[1, 2], max_steps=2) == ["", LINE]
+    assert printed(capsys, EXPECTED, LOGS, steps=[10, 20]) == [LINE, ""]
 
 
-@pytest.mark.parametrize(("steps", "max_steps"), [([1, 2], 2), ([10, 20], 20)])
-def test_a_short_run_is_compared_at_its_end_and_one_that_logs_rarely_at_its_first_entry(capsys, steps, max_steps):
-    lines = printed(capsys, EXPECTED, LOGS, steps=steps, max_steps=max_steps)
-    assert lines == (["", LINE] if max_steps == 2 else [LINE, ""])
-
-
-def test_other_entries_of_the_log_are_passed_over(capsys):
+def test_only_what_is_predicted_of_a_step_is_compared(capsys):
     of_the_whole_run = {"train_loss": 1.0, "tokens_per_second_per_device": 1702.2}
     for logs in ({"eval_loss": 1.0}, of_the_whole_run):
         assert printed(capsys, EXPECTED, logs, steps=[3]) == [""]
-
-
-def test_only_what_is_predicted_is_compared(capsys):
     unknown = replace(EXPECTED, machine=Machine.of("Some Other GPU", 1))
     assert printed(capsys, unknown, LOGS, steps=[3]) == [
         "longctx: measured 48.1 GiB of tensors on the fullest GPU, and 50.0 were predicted\n"
@@ -71,16 +64,12 @@ def test_only_what_is_predicted_is_compared(capsys):
 @pytest.mark.parametrize(("reserved", "says"), [(76, False), (78, True)])
 def test_memory_that_is_nearly_full_is_said(capsys, reserved, says):
     """From 97% of the 79.2 GiB of an H100, by what the allocator of the fullest rank has reserved."""
-    callback = CompareForecast(EXPECTED, lambda: (10 * GIB, reserved * GIB))
-    state = TrainerState(global_step=3, max_steps=20)
-    callback.on_log(SFTConfig(use_cpu=True, bf16=False), state, TrainerControl(), logs=LOGS)
-    assert (f"memory is nearly full: {reserved}.0 of 79.2 GiB" in capsys.readouterr().out) == says
+    [line] = printed(capsys, EXPECTED, LOGS, lambda: (10 * GIB, reserved * GIB))
+    assert (f"memory is nearly full: {reserved}.0 of 79.2 GiB" in line) == says
 
 
 def test_what_was_measured_is_learned_where_a_kernel_is_named(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for kernel, files in (("", 0), ("cuDNN", 1)):
-        callback = CompareForecast(EXPECTED, kernel=kernel)
-        state = TrainerState(global_step=3, max_steps=20)
-        callback.on_log(SFTConfig(use_cpu=True, bf16=False), state, TrainerControl(), logs=LOGS)
+        printed(capsys, EXPECTED, LOGS, kernel=kernel)
         assert len(list(tmp_path.rglob("*.json"))) == files

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from longctx import dpo
@@ -26,12 +27,11 @@ from longctx.train import main
 from longctx.training.callbacks import RESUMABLE
 from longctx.training.completions import COMPLETIONS_FILE, read_completions
 from longctx.training.dataset import Reading, evaluation_prompts
-from longctx.upstream.accelerate_internals import ENGINE_ENVIRONMENT
 from tests.few import few
 from tests.jsonl import write_lines
+from tests.small_model import save_small_model
 from tests.softcuda.ranks import soft_environment
-from tests.training.test_training import log_of
-from tests.workers import one_by_one, run_ranks
+from tests.workers import run_ranks
 
 MAX_LENGTH = 96
 PROMPT_LENGTHS = [85, 80, 75, 60, 95, 90]
@@ -59,8 +59,6 @@ ALWAYS = ("1 process", "ring on FSDP2", "Ulysses on ZeRO-3", "dp 2, an adapter")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A small model that repeats itself little; a fifth of all bytes end its answers."""
-    from tests.small_model import save_small_model
-
     folder = save_small_model(tmp_path_factory.mktemp("model"), hidden_size=64)
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
@@ -79,23 +77,11 @@ def data(tmp_path_factory):
     def text(length):
         return "".join(map(chr, rng.integers(97, 123, length)))
 
-    for split, lengths in {
-        "train": [30, 9, 50, 20],
-        "test": [*PROMPT_LENGTHS[:3], TOO_LONG, *PROMPT_LENGTHS[3:]],
-    }.items():
+    test_lengths = [*PROMPT_LENGTHS[:3], TOO_LONG, *PROMPT_LENGTHS[3:]]
+    for split, lengths in (("train", [30, 9, 50, 20]), ("test", test_lengths)):
         records = [{"prompt": text(length), "completion": text(8)} for length in [*lengths, 33]]
         write_lines(folder / f"{split}.jsonl", records)
     return folder
-
-
-def train_all(cases):
-    """{case: the log} on this process group."""
-    logs = {}
-    for case, (arguments, stage) in one_by_one(cases):
-        if stage is not None:
-            os.environ.update(ENGINE_ENVIRONMENT["deepspeed"], ACCELERATE_DEEPSPEED_ZERO_STAGE=str(stage))
-        logs[case] = log_of(arguments)
-    return logs
 
 
 def generated(model, prompts):
@@ -111,12 +97,10 @@ def generated(model, prompts):
 
 def saved_model(folder, base):
     """The trained model of a run in one process."""
-    import peft
-
     if not (folder / "adapter_config.json").is_file():
         return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     trained = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
-    return peft.PeftModel.from_pretrained(trained, folder)
+    return PeftModel.from_pretrained(trained, folder)
 
 
 def steps_of(log):
@@ -151,7 +135,7 @@ def test_answers_are_those_of_one_process(processes, model, data, tmp_path):
         cases[name] = [*common, str(tmp_path / name), *GENERATES], LAYOUTS[name][2]
         if name not in ("1 process", "dp 2, an adapter"):  # which would show no more
             cases[WITHOUT + name] = [*common, str(tmp_path / f"{WITHOUT}{name}")], LAYOUTS[name][2]
-    logs = run_ranks(LAYOUTS[names[0]][0], f"{__name__}:train_all", cases, timeout=600)[0]
+    logs = run_ranks(LAYOUTS[names[0]][0], "tests.training.test_training:logs_on_engines", cases, timeout=600)[0]
     prompts = prompts_in(data)
     start = generated(AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager"), prompts)
     assert {reason for _, reason in start} == {"stop", "length"}
@@ -159,11 +143,10 @@ def test_answers_are_those_of_one_process(processes, model, data, tmp_path):
         end = generated(saved_model(tmp_path / name, model), prompts)
         assert end != start, "the model has learnt"
         check_answers(tmp_path / name, prompts, start, end)
-        if WITHOUT + name not in cases:
-            continue
-        assert steps_of(logs[name]) == steps_of(logs[WITHOUT + name])
-        weights = [next((tmp_path / run).glob("*model.safetensors")).read_bytes() for run in (name, WITHOUT + name)]
-        assert weights[0] == weights[1], name
+        if (without := WITHOUT + name) in cases:
+            assert steps_of(logs[name]) == steps_of(logs[without])
+            weights = [next((tmp_path / run).glob("*model.safetensors")).read_bytes() for run in (name, without)]
+            assert weights[0] == weights[1], name
 
 
 @pytest.mark.long
@@ -248,28 +231,24 @@ def test_prompts_are_those_of_the_documents_that_are_evaluated(tmp_path):
     assert [text.startswith(prompt) for text, prompt in zip(texts, asked, strict=False)] == [True] * 3
     assert asked != ["0? ", "1? ", "2? "]
     other = write(tmp_path / "other", [{"prompt": "Other? ", "completion": "Yes."}])
-    both = [*flags, "--datasets", other[3], flags[3], "--eval_generate", "3"]
-    both = [flag for flag in both if flag not in ("--dataset_name",)]
-    both.remove(flags[3])
+    both = [*flags[:2], "--datasets", other[3], *flags[3:], "--eval_generate", "3"]
     assert [decode(prompt) for prompt in prompts_of(both)] == ["Other? ", "0? ", "1? "]
     assert len(prompts_of([*other, "--eval_generate", "9"])) == 1
 
 
 @pytest.mark.parametrize(
-    ("record", "parts"),
+    ("record", "said"),
     [
-        (
-            {"text": "nothing to answer"},
-            ("--eval_generate 1", "'text' with plain text, which have no prompts", "'prompt'"),
-        ),
-        ({"input_ids": [5, 6, 7]}, ("--eval_generate 1", "'input_ids' without labels", "no prompts")),
-        ({"input_ids": [5, 6], "labels": [5, 6]}, ("data/test.jsonl:1: no token comes before its answer",)),
+        ({"text": "no answer"}, "'text' with plain text, which have no prompts"),
+        ({"input_ids": [5, 6, 7]}, "'input_ids' without labels, which have no prompts"),
+        ({"input_ids": [5, 6], "labels": [5, 6]}, "data/test.jsonl:1: no token comes before its answer"),
     ],
 )
-def test_records_without_prompts_are_refused(record, parts, tmp_path, capsys):
+def test_records_without_prompts_are_refused(record, said, tmp_path, capsys):
     assert main([*write(tmp_path / "data", [record]), "--max_length", "64", "--eval_generate", "1"]) == 2
     error = capsys.readouterr().err
-    assert all(part in error for part in parts), error
+    assert said in error
+    assert "--eval_generate 1" in error
 
 
 # ------------------------------------------------------------------------------------------------
@@ -280,17 +259,8 @@ def test_records_without_prompts_are_refused(record, parts, tmp_path, capsys):
 def test_answers_are_printed_kept_and_shown(data, tmp_path, capsys):
     """A run that resumes from an older checkpoint drops the answers after it, and another run all of them."""
     flags = ["--model_name_or_path", "tiny", "--dataset_name", str(data), *FLAGS, "--eval_generate", "4"]
-    flags += [
-        "--eval_steps",
-        "1",
-        "--save_strategy",
-        "steps",
-        "--save_steps",
-        "1",
-        "--output_dir",
-        str(tmp_path / "out"),
-        "--use_cpu",
-    ]
+    flags += ["--eval_steps", "1", "--save_strategy", "steps", "--save_steps", "1", "--use_cpu"]
+    flags += ["--output_dir", str(tmp_path / "out")]
     assert main(flags) == 0
     printed, first = capsys.readouterr().out, read_completions(tmp_path / "out")
     assert [entry["step"] for entry in first] == [0] * 3 + [1] * 3 + [2] * 3
@@ -325,16 +295,7 @@ def test_a_signal_ends_the_answers(data, tmp_path, monkeypatch, capsys):
 def test_the_answers_of_a_dpo_run(tmp_path):
     data = write(tmp_path / "data", [RECORDS["pairs of text"][0]] * 4)[3]
     flags = ["--model_name_or_path", "tiny", "--dataset_name", data, *FLAGS, "--eval_generate", "1", "--use_cpu"]
-    flags += [
-        "--output_dir",
-        str(tmp_path / "out"),
-        "--max_steps",
-        "1",
-        "--eval_steps",
-        "1",
-        "--eval_on_start",
-        "False",
-    ]
+    flags += ["--max_steps", "1", "--eval_steps", "1", "--eval_on_start", "False", "--output_dir", f"{tmp_path}/out"]
     assert dpo.main(flags) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     expected = generated(model, ["How? "])[0]

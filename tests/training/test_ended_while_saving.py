@@ -120,8 +120,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(before, tmp_path, monkey
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("best", ["True", "False"])
-def test_training_ends_once_the_last_checkpoint_is_there(best, before, tmp_path, monkeypatch):
+def test_training_ends_once_the_last_checkpoint_is_there(before, tmp_path, monkeypatch):
     """It may hold the best model, and the Trainer deletes the others at the end."""
     flags, _, _ = before
     place = saving.take_place
@@ -132,7 +131,7 @@ def test_training_ends_once_the_last_checkpoint_is_there(best, before, tmp_path,
 
     monkeypatch.setattr(saving, "take_place", take_place)
     flags = [*flags, "--save_async", "True", "--eval_strategy", "steps", "--eval_steps", "2", "--dataset_test_split"]
-    flags += ["train", "--metric_for_best_model", "loss", "--load_best_model_at_end", best]
+    flags += ["train", "--metric_for_best_model", "loss", "--load_best_model_at_end", "True"]
     log_of([*flags, "--output_dir", str(tmp_path / "out")])
     assert newest(tmp_path / "out") == "checkpoint-4"
     assert (tmp_path / "out" / "model.safetensors").exists()

@@ -5,7 +5,6 @@ Each engine's loading, sharding and saving sees the parameters and buffers of ev
 
 from __future__ import annotations
 
-import os
 from itertools import product
 
 import pytest
@@ -13,19 +12,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longctx.model.allow_list import ADDED_IN
-from longctx.upstream.accelerate_internals import ENGINE_ENVIRONMENT
 from tests.model.test_families import documents_loss
 from tests.model.test_models import CONFIG_MAPPING, FAMILIES
 from tests.parity_page import MODELS as MODELS_PAGE
 from tests.reference import adamw_steps
 from tests.small_model import save_with_tokenizer
-from tests.training.test_training import LEARNING_RATE, make_documents, write_jsonl
-from tests.workers import one_by_one, run_ranks
+from tests.training.test_training import COMMON, LEARNING_RATE, logs_on_engines, make_documents, steps_of, write_jsonl
+from tests.workers import run_ranks
 
 STEPS = 2
-FLAGS = ["--max_steps", str(STEPS), "--learning_rate", str(LEARNING_RATE), "--max_length", "128"]
-FLAGS += ["--per_device_train_batch_size", "1", "--logging_steps", "1", "--save_strategy", "no"]
-FLAGS += ["--report_to", "none", "--disable_tqdm", "True", "--lr_scheduler_type", "constant"]
+FLAGS = [*COMMON, "--max_steps", str(STEPS), "--max_length", "128", "--lr_scheduler_type", "constant"]
 FLAGS += ["--router_aux_loss_coef", "0"]  # tests/layers/test_routers.py compares the auxiliary loss
 LENGTHS = [33, 7, 41, 1, 20]
 LAYOUTS = {
@@ -89,19 +85,12 @@ def logits_of(model):
 
 
 def run_cases(cases):
-    """{case: [(loss, grad_norm), ...]}, or the error that a case ends with."""
-    from tests.training.test_training import log_of
-
-    results = {}
-    for case, (arguments, zero_stage) in one_by_one(cases):
-        if zero_stage is not None:
-            os.environ.update(ENGINE_ENVIRONMENT["deepspeed"], ACCELERATE_DEEPSPEED_ZERO_STAGE=str(zero_stage))
-        results[case] = [(entry["loss"], entry["grad_norm"]) for entry in log_of(arguments) if "loss" in entry]
-    return results
+    """{case: [(loss, grad_norm), ...]} of {case: (arguments, ZeRO's stage or None)}."""
+    return {case: steps_of(log) for case, log in logs_on_engines(cases).items()}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("cases", [FEW, pytest.param(list(every_case()), marks=pytest.mark.long)], ids=["some", "all"])
+@pytest.mark.parametrize("cases", [FEW, list(every_case())], ids=["some", "all"])
 def test_every_model_type_trains_and_is_saved_as_on_one_process(cases, tmp_path, parity_table):
     documents = make_documents(LENGTHS)
     data = write_jsonl(tmp_path / "data.jsonl", documents)

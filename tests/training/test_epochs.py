@@ -7,22 +7,21 @@ with drop_last), in an order of its own, and step n of a run is step `n mod step
 from __future__ import annotations
 
 import os
-from collections import Counter
-from itertools import combinations
+from itertools import chain, combinations
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+from accelerate.state import AcceleratorState
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import TrainerCallback
 
 from longctx.packing import balanced_order, shuffled_order
 from longctx.training.data_order import StepLoader
 from longctx.training.nonfinite import documents_of_step
-from tests.small_model import save_small_model
 from tests.training.test_data_order import LAYOUTS, MODES, costs_of, samplers, steps_read
-from tests.training.test_training import write_jsonl
-
-EPOCHS = 4
+from tests.training.test_training import flags_of_run, prepared_run, write_jsonl
 
 
 def loaders(num_rows, layout, mode, **options):
@@ -41,32 +40,6 @@ def epochs_read(ranks, num_epochs, accumulation_steps):
     return epochs
 
 
-@given(num_rows=st.integers(1, 90), layout=LAYOUTS, mode=MODES, drop_last=st.booleans(), seed=st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
-def test_every_epoch_reads_every_sequence_once_in_steps_of_one_size(num_rows, layout, mode, drop_last, seed):
-    size = layout[0] * layout[1] * layout[2]
-    ranks = loaders(num_rows, layout, mode, seed=seed, drop_last=drop_last)
-    sizes = [size] * (num_rows // size) + ([] if drop_last or num_rows % size == 0 else [num_rows % size])
-    for steps in epochs_read(ranks, 3, layout[2]):
-        assert [len(step) for step in steps] == sizes
-        assert max(Counter(row for step in steps for row in step).values(), default=1) == 1
-        assert {row for step in steps for row in step} <= set(range(num_rows))
-        assert ranks[0].batch_sampler.num_steps == len(steps)
-
-
-@pytest.mark.parametrize("mode", ["balanced", "shuffled"])
-def test_every_epoch_has_other_steps_and_leaves_out_other_sequences(mode):
-    """Not the same steps in another order either: 203 rows in 50 steps of 4, of which two epochs share hardly any."""
-    epochs = epochs_read(loaders(203, (1, 2, 2), mode, drop_last=True), EPOCHS, 2)
-    assert all(len(steps) == 50 for steps in epochs)
-    left_out = [frozenset(range(203)).difference(*steps) for steps in epochs]
-    assert all(len(rows) == 3 for rows in left_out)
-    assert len(set(left_out)) == EPOCHS
-    for one, other in combinations(epochs, 2):
-        assert one != other
-        assert len({tuple(step) for step in one} & {tuple(step) for step in other}) <= 2
-
-
 @pytest.mark.parametrize("order", ["shuffled", "balanced"])
 def test_no_seed_and_epoch_have_the_order_of_others(order):
     """Seed 7's second epoch is not seed 8's first, as it would be if the two were added."""
@@ -80,39 +53,20 @@ def test_no_seed_and_epoch_have_the_order_of_others(order):
     assert rows(3, 2) == rows(3, 2)
 
 
-@given(st.integers(0, 120), st.integers(1, 40), st.integers(0, 9), st.integers(0, 9))
-@settings(max_examples=60, deadline=None)
-def test_balanced_orders_are_permutations(num_rows, size, seed, epoch):
-    assert sorted(balanced_order(costs_of(num_rows), size, seed=seed, epoch=epoch)) == list(range(num_rows))
-
-
 def test_in_order_every_epoch_is_the_same():
-    epochs = epochs_read(loaders(10, (2, 1, 2), "sequential"), EPOCHS, 2)
-    assert epochs == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]] * EPOCHS
+    epochs = epochs_read(loaders(10, (2, 1, 2), "sequential"), 2, 2)
+    assert epochs == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]] * 2
 
 
-@given(
-    num_rows=st.integers(1, 60),
-    layout=LAYOUTS,
-    other=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    mode=MODES,
-    drop_last=st.booleans(),
-    data=st.data(),
-)
+@given(num_rows=st.integers(1, 60), layout=LAYOUTS, mode=MODES, drop_last=st.booleans(), data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_layout_that_goes_on_in_any_epoch_reads_what_the_other_would_have(
-    num_rows, layout, other, mode, drop_last, data
-):
+def test_a_layout_that_goes_on_in_any_epoch_reads_what_the_other_would_have(num_rows, layout, mode, drop_last, data):
     """As the trainer resumes: it works out the epoch and the micro-batches to pass over from the step alone."""
     size = layout[0] * layout[1] * layout[2]
     micro_batch_size = data.draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
     dp = data.draw(st.sampled_from([n for n in range(1, size + 1) if size // micro_batch_size % n == 0]))
     after = (micro_batch_size, dp, size // micro_batch_size // dp)
-    whole = [
-        step
-        for steps in epochs_read(loaders(num_rows, layout, mode, drop_last=drop_last), 3, layout[2])
-        for step in steps
-    ]
+    whole = list(chain(*epochs_read(loaders(num_rows, layout, mode, drop_last=drop_last), 3, layout[2])))
     if not whole:
         return
     ranks = loaders(num_rows, after, mode, drop_last=drop_last)
@@ -130,23 +84,12 @@ NUM_DOCUMENTS = 11
 
 
 def built_trainer(flags):
-    """A trainer of this process as `longctx train` makes it, and its model."""
-    from accelerate.state import AcceleratorState
-
-    from longctx.run import build_trainer, load, prepare
-    from longctx.settings.launcher import read_profile
-    from longctx.settings.read import parse_flags
-    from longctx.settings.resolve import resolve
+    """A prepared run of this process, and its trainer, as `longctx train` makes it."""
+    from longctx.run import build_trainer, load
 
     AcceleratorState._reset_state(True)
-    environment = dict(os.environ)
-    try:
-        prepared = prepare(resolve(parse_flags(flags), read_profile({}), {}))
-        trainer = build_trainer(prepared, load(prepared))
-    finally:
-        for name in set(os.environ) - set(environment):
-            del os.environ[name]
-    return trainer, trainer.model
+    prepared = prepared_run(flags)
+    return prepared, build_trainer(prepared, load(prepared))
 
 
 def train(flags, resume_from=None, num_steps=None):
@@ -155,20 +98,9 @@ def train(flags, resume_from=None, num_steps=None):
     Args:
         num_steps: after which the run is stopped; None for all.
     """
-    from accelerate.state import AcceleratorState
-    from transformers import TrainerCallback
-
-    from longctx.run import build_trainer, load, prepare
-    from longctx.settings.launcher import read_profile
-    from longctx.settings.read import parse_flags
-    from longctx.settings.resolve import resolve
-
-    AcceleratorState._reset_state(True)
-    environment = dict(os.environ)
     given = [*flags, *(["--resume_from_checkpoint", str(resume_from)] if resume_from else [])]
-    try:
-        prepared = prepare(resolve(parse_flags(given), read_profile({}), {}))
-        trainer = build_trainer(prepared, load(prepared))
+    with patch.dict(os.environ):
+        prepared, trainer = built_trainer(given)
         steps, named, epochs, read = [], [], [], []
         training_step = trainer.training_step
 
@@ -199,15 +131,7 @@ def train(flags, resume_from=None, num_steps=None):
         trainer.training_step = spied
         trainer.add_callback(Follow())
         trainer.train(resume_from_checkpoint=resume_from and str(resume_from))
-    finally:
-        for name in set(os.environ) - set(environment):
-            del os.environ[name]
     return steps, named, epochs
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_small_model(tmp_path_factory.mktemp("model"))
 
 
 ORDERS = {
@@ -226,19 +150,19 @@ IN_BRIEF = (3, 4, 8)
     [("balanced", IN_BRIEF), *(pytest.param(order, range(1, 9), marks=pytest.mark.long) for order in ORDERS)],
     ids=str,
 )
-def test_a_run_resumed_in_any_epoch_reads_the_rest(order, resumed, model, tmp_path):
+def test_a_run_resumed_in_any_epoch_reads_the_rest(order, resumed, models, tmp_path):
     """Three epochs in this process, resumed behind these steps: the next sequences are those of the whole run."""
     documents = [([number + 1] * 40, [number + 1] * 40) for number in range(NUM_DOCUMENTS)]
     data = write_jsonl(tmp_path / "data.jsonl", documents)
-    flags = ["--model_name_or_path", model, "--dataset_name", data, "--max_length", "40", "--use_cpu", "True"]
+    flags = [*flags_of_run(models["GQA 4:2"], data, tmp_path / "whole"), "--max_length", "40", "--use_cpu", "True"]
     flags += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--num_train_epochs", "3"]
-    flags += ["--report_to", "none", "--disable_tqdm", "True", "--seed", "5", *ORDERS[order]]
-    flags += ["--save_strategy", "steps", "--save_steps", "1", "--output_dir", str(tmp_path / "whole")]
+    flags += ["--max_steps", "-1", "--seed", "5", "--save_strategy", "steps", "--save_steps", "1", *ORDERS[order]]
     steps, named, epochs = train(flags)
 
     of_epoch = 2 if order == "drop last" else 3
     assert len(steps) == 3 * of_epoch
-    read = [[number for step in steps[at : at + of_epoch] for number in step] for at in range(0, len(steps), of_epoch)]
+    by_epoch = [steps[at : at + of_epoch] for at in range(0, len(steps), of_epoch)]
+    read = [list(chain(*epoch)) for epoch in by_epoch]
     for numbers in read:
         assert len(numbers) == len(set(numbers)) == (8 if order == "drop last" else NUM_DOCUMENTS)
         assert set(numbers) <= set(range(1, NUM_DOCUMENTS + 1))
@@ -247,7 +171,6 @@ def test_a_run_resumed_in_any_epoch_reads_the_rest(order, resumed, model, tmp_pa
         assert steps == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11]] * 3
     else:
         assert named == steps  # what a report of a step without finite gradients would name
-        by_epoch = [steps[at : at + of_epoch] for at in range(0, len(steps), of_epoch)]
         assert all(one != other for one, other in combinations(by_epoch, 2))
         done = np.cumsum([len(step) for step in steps]) / len(read[0])
         assert epochs == pytest.approx(done.tolist())

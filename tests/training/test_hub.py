@@ -25,27 +25,18 @@ NAME, TOKENS = "someone/model", ("hf_OfTheFlag", "hf_OfTheEnvironment")
 LAYOUTS = {"ring": ["--sp", "2", "--sp_backend", "ring"], "ulysses": ["--sp", "2", "--sp_backend", "ulysses"]}
 
 
-def run_flags(folder, data):
+def run_flags(folder):
+    data = write_jsonl(folder / "data.jsonl", make_documents([90, 7, 41, 64]))
     flags = ["--model_name_or_path", "tiny", "--dataset_name", data, "--output_dir", str(folder / "out")]
     flags += ["--max_length", "128", "--max_steps", "4", "--save_steps", "2"]
     flags += ["--report_to", "none", "--disable_tqdm", "True", "--logging_steps", "1", "--use_cpu", "True"]
-    return [
-        *flags,
-        "--push_to_hub",
-        "True",
-        "--hub_model_id",
-        NAME,
-        "--hub_token",
-        TOKENS[0],
-        "--hub_always_push",
-        "True",
-    ]
+    flags += ["--push_to_hub", "True", "--hub_model_id", NAME, "--hub_token", TOKENS[0], "--hub_always_push", "True"]
+    return flags
 
 
 def push(url, folder, *flags):
     """A run of four steps with two checkpoints, as a command."""
-    data = write_jsonl(folder / "data.jsonl", make_documents([90, 7, 41, 64]))
-    command = [sys.executable, "-m", "longctx.train", *run_flags(folder, data)]
+    command = [sys.executable, "-m", "longctx.train", *run_flags(folder)]
     env = os.environ | {"HF_ENDPOINT": url, "HF_TOKEN": TOKENS[1], "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}
     env |= {"PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "0"}
     return subprocess.run([*command, *flags], cwd=folder, env=env, capture_output=True, text=True, timeout=280)
@@ -53,20 +44,22 @@ def push(url, folder, *flags):
 
 def push_from_ranks(url, folder, *flags):
     """The same run on two ranks that a launcher has started; its exit code, stdout and stderr."""
-    data = write_jsonl(folder / "data.jsonl", make_documents([90, 7, 41, 64]))
-    ranks = run_ranks(2, f"{__name__}:push_from_rank", url, [*run_flags(folder, data), *flags])
+    ranks = run_ranks(2, f"{__name__}:push_from_rank", url, [*run_flags(folder), *flags])
     codes, printed, errors = zip(*ranks, strict=True)
     return SimpleNamespace(returncode=max(codes), stdout="".join(printed), stderr="".join(errors))
 
 
+def reach(url, monkeypatch):
+    """Make this process reach the hub at `url`, though the hub's library has read the environment."""
+    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", url)
+    for name, value in {"ENDPOINT": url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
+    monkeypatch.setenv("HF_TOKEN", TOKENS[1])
+
+
 def push_from_rank(url, arguments):
     """`longctx train` where HF_ENDPOINT, HF_TOKEN and HF_HUB_DISABLE_XET were set before the hub's library was read."""
-    import huggingface_hub
-    from huggingface_hub import constants
-
-    constants.ENDPOINT = huggingface_hub.hf_api.api.endpoint = url
-    constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = False, True
-    os.environ["HF_TOKEN"] = TOKENS[1]
+    reach(url, pytest.MonkeyPatch())
     return call_main("longctx.train", arguments)
 
 
@@ -77,14 +70,18 @@ def written(files, folder):
     return folder
 
 
+NOT_COMPARED = "| exactness | step 1 was not compared with one device: only the demo compares its first step"
+WITH_CHECKPOINTS = ["step 2", "step 2, checkpoint", "step 4", "step 4, checkpoint"]
+
+
 @pytest.mark.parametrize("start", [push_from_ranks, pytest.param(push, marks=pytest.mark.long)])
 def test_the_hub_has_what_the_folder_has(start, tmp_path):
     """Pushed by one rank, without a secret, and whole: it loads, and a checkpoint could be gone on from."""
     with stand_in() as hub:
         done = start(hub.url, tmp_path, "--hub_strategy", "checkpoint", *LAYOUTS["ring"])
     assert done.returncode == 0, done.stderr
-    saved = ["step 2", "step 2, checkpoint", "step 4", "step 4, checkpoint"]
-    assert sorted(hub.commits) == ["End of training", *(f"Training in progress, {what}" for what in saved)]
+    expected = ["End of training", *(f"Training in progress, {what}" for what in WITH_CHECKPOINTS)]
+    assert sorted(hub.commits) == expected
     files, out = hub.files[NAME], tmp_path / "out"
     here = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert {name for name in files if "checkpoint" not in name} == {name for name in here if "checkpoint-" not in name}
@@ -99,22 +96,17 @@ def test_the_hub_has_what_the_folder_has(start, tmp_path):
     AutoTokenizer.from_pretrained(pushed)
     check_files(pushed / "last-checkpoint", read_manifest(pushed / "last-checkpoint"))
     card = files["README.md"].decode()
-    assert "| sequence length | 128 tokens |" in card
-    assert "sp 2 (ring 2 × ulysses 1)" in card
-    assert "| steps | 4 of 4 |" in card
+    for row in ("| sequence length | 128 tokens |", "sp 2 (ring 2 × ulysses 1)", "| steps | 4 of 4 |", NOT_COMPARED):
+        assert row in card
     assert re.search(r"\| last in the log \| step 4: [\d,]+ tokens, loss \d", card)
-    assert "| exactness | step 1 was not compared with one device: only the demo compares its first step" in card
     assert "None" not in card
     assert str(tmp_path) not in card
 
 
 BY_STRATEGY = {  # what is pushed of steps 2 and 4, and the folders of checkpoints there
     "every_save": (["step 2", "step 4"], set()),
-    "checkpoint": (["step 2", "step 2, checkpoint", "step 4", "step 4, checkpoint"], {"last-checkpoint"}),
-    "all_checkpoints": (
-        ["step 2", "step 2, checkpoint", "step 4", "step 4, checkpoint"],
-        {"checkpoint-2", "checkpoint-4"},
-    ),
+    "checkpoint": (WITH_CHECKPOINTS, {"last-checkpoint"}),
+    "all_checkpoints": (WITH_CHECKPOINTS, {"checkpoint-2", "checkpoint-4"}),
     "end": ([], set()),
 }
 
@@ -122,16 +114,13 @@ BY_STRATEGY = {  # what is pushed of steps 2 and 4, and the folders of checkpoin
 @pytest.mark.long
 def test_every_strategy_pushes_what_its_name_says(tmp_path, monkeypatch):
     """And what was in the folder before; a run goes on from the last-checkpoint that comes back from the hub."""
-    data = write_jsonl(tmp_path / "data.jsonl", make_documents([90, 7, 41, 64]))
     with stand_in() as hub:
-        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)
-        for name, value in {"ENDPOINT": hub.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
-            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        reach(hub.url, monkeypatch)
         for strategy, (pushed, folders) in BY_STRATEGY.items():
             folder, before = tmp_path / strategy, len(hub.commits)
             (folder / "out").mkdir(parents=True)
             (folder / "out" / "earlier.html").write_text("the page of another run")
-            flags = run_flags(folder, data)
+            flags = run_flags(folder)
             asked = [] if strategy == "every_save" else ["--hub_strategy", strategy]
             assert main([*flags, "--hub_model_id", f"someone/{strategy}", *asked]) == 0
             commits = ["End of training", *(f"Training in progress, {what}" for what in pushed)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -17,11 +16,10 @@ from longctx.model.rows import StoredWeight, obstacle_to_rows
 from longctx.model.tiny import tiny_config, tiny_model
 from tests.small_model import save_small_model, save_with_tokenizer
 from tests.training.test_engines_of_models import save_model
-from tests.training.test_training import make_documents, write_jsonl
+from tests.training.test_training import COMMON, log_of, make_documents, prepared_run, write_jsonl
 from tests.workers import one_by_one, run_ranks
 
-FLAGS = ["--max_steps", "1", "--max_length", "64", "--per_device_train_batch_size", "1", "--save_strategy", "no"]
-FLAGS += ["--report_to", "none", "--disable_tqdm", "True", "--engine", "fsdp2"]
+FLAGS = [*COMMON, "--max_steps", "1", "--max_length", "64", "--engine", "fsdp2"]
 LORA = ["--use_peft", "True", "--lora_target_modules", "q_proj", "v_proj"]
 BF16 = ["--dtype", "bfloat16"]
 ROUNDED = [*BF16, "--bf16", "True"]
@@ -44,7 +42,6 @@ def shards_of(cases):
     """{case: (how the weights were loaded, {name: this rank's values, whether they are trained})}."""
     from longctx.run import model as run_model
     from longctx.training import trainer as training
-    from tests.training.test_training import log_of
 
     found, how = {}, []
 
@@ -78,11 +75,16 @@ def save(settings, dtype, folder):
     return str(folder)
 
 
+def flags_of(num_ranks, folder, tmp_path):
+    """A run of the model in `folder`."""
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents([20, 30, 40, 50]))
+    given = ["--num_processes", str(num_ranks), "--model_name_or_path", folder, "--dataset_name", data]
+    return [*FLAGS, *given, "--output_dir", str(tmp_path / "output")]
+
+
 def loaded(num_ranks, flags, folder, tmp_path):
     """What `shards_of` finds on every rank, for weights loaded as the run chooses and for those that rank 0 sends."""
-    data = write_jsonl(tmp_path / "data.jsonl", make_documents([20, 30, 40, 50]))
-    given = [*FLAGS, *flags, "--num_processes", str(num_ranks), "--model_name_or_path", folder]
-    given += ["--dataset_name", data, "--output_dir", str(tmp_path / "output")]
+    given = [*flags_of(num_ranks, folder, tmp_path), *flags]
     cases = {"chosen": (given, False), "sent": (given, True)}
     return run_ranks(num_ranks, f"{__name__}:shards_of", cases)
 
@@ -118,9 +120,8 @@ def test_every_rank_reads_the_bits_that_rank_0_would_send_it(case, tmp_path):
         assert same(rank["chosen"][1], rank["sent"][1])
     if "--use_peft" not in flags:
         shards = ranks[: num_ranks // 2 if "--dp_replicate" in flags else num_ranks]
-        check_against_files(
-            [rank["chosen"][1] for rank in shards], folder, torch.bfloat16 if flags == ROUNDED else torch.float32
-        )
+        loaded_in = torch.bfloat16 if flags == ROUNDED else torch.float32
+        check_against_files([rank["chosen"][1] for rank in shards], folder, loaded_in)
     else:
         adapters = [torch.cat([rank["chosen"][1][name][0] for rank in ranks]) for name in ranks[0]["chosen"][1]]
         assert any(values.abs().max() > 0 for values in adapters)
@@ -148,16 +149,6 @@ def test_rank_0_sends_weights_that_cannot_be_read_by_rows(case, tmp_path):
     assert all(same(rank["chosen"][1], rank["sent"][1]) for rank in ranks)
     if not flags:
         check_against_files([rank["chosen"][1] for rank in ranks], folder, torch.float32)
-
-
-def prepared_run(arguments):
-    """A run of these flags, before its model is loaded."""
-    from longctx.run import prepare
-    from longctx.settings.launcher import read_profile
-    from longctx.settings.read import parse_flags
-    from longctx.settings.resolve import resolve
-
-    return prepare(resolve(parse_flags(arguments), read_profile(), os.environ))
 
 
 def rise_of_host_memory(arguments):
@@ -190,9 +181,7 @@ def test_a_rank_takes_little_more_host_memory_than_its_shard(num_ranks, tmp_path
     config.update({"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 22, "vocab_size": 32000})
     config.update({"num_attention_heads": 32, "num_key_value_heads": 16, "layer_types": ["full_attention"] * 22})
     save_with_tokenizer(tiny_model(config=config), folder)
-    data = write_jsonl(tmp_path / "data.jsonl", make_documents([20, 30, 40, 50]))
-    given = [*FLAGS, "--num_processes", str(num_ranks), "--model_name_or_path", folder, "--dataset_name", data]
-    given += ["--output_dir", str(tmp_path / "output")]
+    given = flags_of(num_ranks, folder, tmp_path)
     for rise, shard in run_ranks(num_ranks, f"{__name__}:rise_of_host_memory", given):
         assert shard > 286e6 * 4 / num_ranks
         assert rise < 1.2 * shard
@@ -222,9 +211,7 @@ def refusal_where_the_file_is_gone(arguments, file):
 
 def test_a_file_that_is_gone_when_rows_are_read_ends_all_ranks_with_one_line(tmp_path):
     folder = save({}, torch.float32, tmp_path / "model")
-    data = write_jsonl(tmp_path / "data.jsonl", make_documents([20, 30, 40, 50]))
-    given = [*FLAGS, "--num_processes", "2", "--model_name_or_path", folder, "--dataset_name", data]
-    given += ["--output_dir", str(tmp_path / "output")]
+    given = flags_of(2, folder, tmp_path)
     messages = run_ranks(2, f"{__name__}:refusal_where_the_file_is_gone", given, f"{folder}/model.safetensors")
     assert all("No such file" in message for message in messages)
 

@@ -14,17 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import CONFIG_MAPPING, LlamaConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import CONFIG_MAPPING, LlamaConfig
 
-from longctx.layers.routers import install_routers
+import longctx.training.metrics
+import longctx.training.peak_memory
 from longctx.machine.speeds import PEAK_FLOPS
-from longctx.model.tiny import tiny_config
+from longctx.ring.planner import plan_ring
 from longctx.training.metrics import StepMetrics, _peak_flops
 from longctx.training.peak_memory import GIB, PeakMemory
 from tests.forecast.test_by_hand import CONFIG
 from tests.model.test_models import FAMILIES
 from tests.reference import layout_of
-from tests.training.test_training import EXPERTS, write_jsonl
+from tests.training.test_epochs import built_trainer
+from tests.training.test_resume import run_all
+from tests.training.test_training import COMMON, make_documents, write_jsonl
 from tests.workers import run_ranks
 
 SECONDS = 4.0
@@ -32,22 +35,18 @@ DOCUMENTS, PADDING = (6, 6), 4
 """The lengths in tokens of the documents and the padding in a row of 16 tokens."""
 
 
+def a_meter(sp: int = 1, rank: int = 0) -> StepMetrics:
+    config, device = LlamaConfig(**CONFIG), torch.device("cpu")
+    return StepMetrics(sp=sp, sp_rank=rank, config=config, flops_per_token=6 * 2088, device=device)
+
+
 def read_metrics() -> dict:
     """Return what one of two ranks logs after SECONDS, and again 1 second later, for two micro-batches of one row."""
-    import torch.distributed as dist
-
-    from longctx.ring.planner import plan_ring
-
     rank, now = dist.get_rank(), [100.0]
-    import longctx.training.metrics
-    import longctx.training.peak_memory
-
     longctx.training.metrics.time = SimpleNamespace(perf_counter=lambda: now[0])
     peak = ((3 + 3 * rank) * GIB, 7 * GIB, (10 - rank) * GIB, 0, 80 * GIB, 200 * GIB)
     longctx.training.peak_memory.PeakMemory.here = classmethod(lambda cls, device: peak)
-    metrics = StepMetrics(
-        sp=2, sp_rank=rank, config=LlamaConfig(**CONFIG), flops_per_token=6 * 2088, device=torch.device("cpu")
-    )
+    metrics = a_meter(sp=2, rank=rank)
     metrics.peak_flops = 1e6
     cu_seqlens = np.cumsum([0, *DOCUMENTS, PADDING])
     plan = plan_ring(cu_seqlens, 2)
@@ -96,8 +95,6 @@ def test_what_is_logged_of_two_ranks() -> None:
 
 def test_ulysses_ranks_share_pairs_equally() -> None:
     """In a hybrid, the two Ulysses ranks of a ring rank share the pairs of that rank."""
-    from longctx.ring.planner import plan_ring
-
     cu_seqlens = np.array([0, 6, 12, 16])
     without_ring = layout_of(cu_seqlens, ulysses=4)
     assert [without_ring.work(rank) for rank in range(4)] == [52 / 4] * 4
@@ -114,30 +111,30 @@ def test_peaks_are_those_of_the_data_sheets() -> None:
     """Dense bf16: half of what NVIDIA gives with sparsity (A100 624, H100 and H200 SXM 1,979, B200 4,500 and L40S
     724 TFLOPS), and of GeForce cards the rate with sums in fp32.
     """
-    assert PEAK_FLOPS == {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12} | {
-        "RTX 3090": 71e12,
-        "RTX 4090": 165.2e12,
-        "L40S": 362e12,
-    }
+    expected = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12}
+    expected |= {"RTX 3090": 71e12, "RTX 4090": 165.2e12}
+    assert expected == PEAK_FLOPS
     config = LlamaConfig(**CONFIG)
     assert _peak_flops("NVIDIA H100 80GB HBM3", config) == 989e12
     assert _peak_flops("NVIDIA A100-SXM4-80GB", config) == 312e12
     assert _peak_flops("NVIDIA L4", config) is None
     assert _peak_flops("CPU", config) is None
+    for family in ("mixtral", "mistral, window", "qwen3_5_text"):  # which do not use all parameters or keys for a token
+        model_type, settings = FAMILIES[family]
+        assert _peak_flops("NVIDIA H100 80GB HBM3", CONFIG_MAPPING[model_type](**settings)) is None, family
 
 
-@pytest.mark.parametrize(("adapter", "trained"), [(False, 1.0), (True, 0.0)])
-def test_a_token_costs_six_flops_a_parameter_and_four_where_it_is_frozen(adapter, trained, tmp_path) -> None:
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_token_costs_six_flops_a_parameter_and_four_where_it_is_frozen(adapter, tmp_path, clean_state) -> None:
     """Forward 2, the gradient of what went in 2, and 2 more for the gradient of a weight that is trained."""
-    from tests.training.test_epochs import built_trainer
-
     (tmp_path / "data.jsonl").write_text('{"text": "abc"}\n')
     flags = ["--model_name_or_path", "tiny", "--dataset_name", str(tmp_path / "data.jsonl"), "--max_length", "64"]
-    flags += ["--output_dir", str(tmp_path / "out"), "--use_cpu", "True"]
-    flags += ["--report_to", "none", *(["--use_peft", "True", "--lora_r", "2"] if adapter else [])]
-    trainer, model = built_trainer(flags)
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    flags += ["--output_dir", str(tmp_path / "out"), "--use_cpu", "True", "--report_to", "none"]
+    trainer = built_trainer([*flags, *(["--use_peft", "True", "--lora_r", "2"] if adapter else [])])[1]
+    frozen, learnt = (
+        sum(p.numel() for p in trainer.model.parameters() if p.requires_grad == is_learnt)
+        for is_learnt in (False, True)
+    )
     assert learnt > 0
     assert (frozen > 0) == adapter
     assert trainer.step_metrics.flops_per_token == 6 * learnt + 4 * frozen
@@ -145,15 +142,11 @@ def test_a_token_costs_six_flops_a_parameter_and_four_where_it_is_frozen(adapter
 
 @pytest.mark.long
 def test_an_entry_of_two_steps_has_their_loss_and_the_norm_and_rate_of_the_last(models, tmp_path) -> None:
-    from tests.training.test_resume import log_of
-    from tests.training.test_training import COMMON, make_documents
-
     data = write_jsonl(tmp_path / "data.jsonl", make_documents([90, 41, 130]))
     flags = [*COMMON, "--model_name_or_path", models["GQA 4:2"], "--dataset_name", data, "--use_cpu", "True"]
     flags += ["--max_steps", "2", "--max_length", "140", "--logging_steps"]
-    of_each, [both] = (
-        [e for e in log_of([*flags, steps, "--output_dir", str(tmp_path / steps)]) if "loss" in e] for steps in "12"
-    )
+    logs = run_all({steps: [*flags, steps, "--output_dir", str(tmp_path / steps)] for steps in "12"})
+    of_each, [both] = ([entry for entry in log if "loss" in entry] for log in logs.values())
     assert both["loss"] == pytest.approx(np.mean([entry["loss"] for entry in of_each]))
     for name in ("grad_norm", "learning_rate", "num_tokens", "step"):
         assert (both[name] == of_each[1][name]) != (both[name] == of_each[0][name]), name
@@ -172,67 +165,25 @@ def test_peak_memory_of_four_ranks_on_two_nodes() -> None:
     assert peak.of_fullest_node(4) == (4 + 3 + 1 + 2) * GIB
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_tokens_of_experts_are_gone_on_with_once(rank):
-    """Two routers of four experts, on two ranks."""
-    config = Qwen3MoeConfig(**tiny_config().to_dict() | EXPERTS | {"num_hidden_layers": 2})
-    routers = install_routers(Qwen3MoeForCausalLM(config))
-    settings = {"config": config, "flops_per_token": 1, "device": torch.device("cpu"), "routers": routers}
-    metrics = StepMetrics(sp=1, sp_rank=0, **settings)
-    shares = [[0.5, 0.25], [1.5, 0.75]]
-    states = [{"total_tokens": 0, "longest_row": 0, "sums": [0.0] * 7, "aux_loss": share} for share in shares]
-    expert_load = [[2, 3, 4, 5], [6, 7, 8, 9]]
-    metrics.load_state_dicts(states, expert_load, rank=rank)
-    experts = metrics.experts
-    assert experts.load.tolist() == ([[2, 3, 4, 5], [6, 7, 8, 9]] if rank == 0 else [[0] * 4] * 2)
-    assert experts.shares.tolist() == ([2.0, 1.0] if rank == 0 else [0, 0])
-    assert metrics.state_dict()["aux_loss"] == experts.shares.tolist()
-    assert metrics.expert_load() == experts.load.tolist()
-
-
-OF_RANKS = {"max", "min", "mean", "rank_of_max"}
-ENTRY = {
-    *("num_tokens", "tokens_per_second", "tokens_per_second_per_device", "mfu"),
-    *("peak_memory_gib_max", "peak_memory_gib_min", "peak_host_memory_gib_max", "peak_host_memory_gib_min"),
-    *("padding_fraction", "attention_imbalance", "mean_token_accuracy", "entropy"),
-    *("data_fraction", "attention_fraction", "communication_fraction", "memory", "seconds"),
-}
-"""What a step's entry has besides the Trainer's own `step`, `epoch`, `loss`, `grad_norm` and `learning_rate`."""
-
-
-@pytest.mark.parametrize("num_ranks", [64, 65, 1024])
+@pytest.mark.parametrize("num_ranks", [64, 65])
 def test_a_log_entry_does_not_grow_with_the_ranks(num_ranks):
     """It lists the numbers of each rank on up to 64 ranks, which torch's `fake` backend stands for."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
-        metrics = StepMetrics(
-            sp=1, sp_rank=0, config=LlamaConfig(**CONFIG), flops_per_token=1, device=torch.device("cpu")
-        )
+        metrics = a_meter()
         entry = metrics.read() | metrics.details
     finally:
         dist.destroy_process_group()
-    assert set(entry) == ENTRY
-    memory, seconds, listed = entry["memory"], entry["seconds"], num_ranks <= 64
-    assert set(memory) == {"host", "allocation_retries"}
-    assert set(memory["host"]) == {"rank_of_max", "gib_max", "gib_min", "gib_mean", *["gib_by_rank"] * listed}
-    assert set(seconds) == {"data", "attention", "communication", "saving", "rest"}
-    for of in (memory["allocation_retries"], *seconds.values()):
-        assert set(of) == {*OF_RANKS, *["by_rank"] * listed}
+    listed = num_ranks <= 64
+    assert ("gib_by_rank" in entry["memory"]["host"]) == listed
+    for of in (entry["memory"]["allocation_retries"], *entry["seconds"].values()):
+        assert {"max", "min", "mean", "rank_of_max"} <= set(of)
         assert len(of.get("by_rank", ())) == num_ranks * listed
     assert (len(json.dumps(entry)) < 1500) != listed
 
 
 def test_seconds_pass_in_a_pause_of_the_metrics_and_do_not_count() -> None:
-    metrics = StepMetrics(sp=1, sp_rank=0, config=LlamaConfig(**CONFIG), flops_per_token=1, device=torch.device("cpu"))
+    metrics = a_meter()
     with metrics.paused():
         time.sleep(0.05)
     assert time.perf_counter() - metrics._started < 0.05
-
-
-@pytest.mark.parametrize(
-    ("family", "peak"), [("llama", 989e12), ("mixtral", None), ("mistral, window", None), ("qwen3_5_text", None)]
-)
-def test_utilisation_is_not_guessed(family, peak):
-    """mfu counts all parameters and all keys, which mixtures of experts and windows do not use."""
-    model_type, settings = FAMILIES[family]
-    assert _peak_flops("NVIDIA H100 80GB HBM3", CONFIG_MAPPING[model_type](**settings)) == peak

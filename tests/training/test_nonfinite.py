@@ -12,7 +12,7 @@ from longctx.training.nonfinite import NonFiniteError
 from tests.few import few
 from tests.small_model import save_small_model
 from tests.training.test_resume import LAYOUTS, run_once
-from tests.training.test_training import COMMON, make_documents, write_jsonl
+from tests.training.test_training import flags_of_run, make_documents, write_jsonl
 from tests.workers import run_ranks
 
 POISON = 251
@@ -53,13 +53,10 @@ def test_the_step_is_refused_or_left_out(layout, poisoned, tmp_path, monkeypatch
     documents = make_documents(LENGTHS)
     documents[POISONED][0][5] = POISON
     processes, given = LAYOUTS[layout]
-    common = [*COMMON, *given, "--model_name_or_path", poisoned, "--max_length", "160", "--max_steps", str(STEPS)]
-    common += ["--train_sampling_strategy", "sequential", "--packing", "False", "--gradient_accumulation_steps", "2"]
     data = write_jsonl(tmp_path / "data.jsonl", documents)
-    cases = {
-        "stop": [*common, "--dataset_name", data, "--output_dir", str(tmp_path / "stop")],
-        "skip": [*common, "--dataset_name", data, "--output_dir", str(tmp_path / "skip"), "--on_nonfinite", "skip"],
-    }
+    common = [*given, "--train_sampling_strategy", "sequential", "--packing", "False", "--max_steps", str(STEPS)]
+    common += ["--gradient_accumulation_steps", "2", "--on_nonfinite"]
+    cases = {case: [*flags_of_run(poisoned, data, tmp_path / case), *common, case] for case in ("stop", "skip")}
     results = run_ranks(processes, f"{__name__}:outcomes", cases)
     for rank in results:
         assert "the gradient of step 2, with documents 2, 3, has the norm" in rank["stop"]

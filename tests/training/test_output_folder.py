@@ -35,6 +35,12 @@ def trained(models, tmp_path_factory):
     return given, Path(output)
 
 
+@pytest.fixture
+def trained_here(trained, tmp_path):
+    """The same with a copy of its folder, to be changed: (flags, output_dir, the copy)."""
+    return *trained, Path(shutil.copytree(trained[1], tmp_path / "out"))
+
+
 def _only(*names):
     def leave(folder):
         for path in folder.iterdir():
@@ -92,9 +98,8 @@ def _stamped_long_ago(folder):
         (lambda folder: (folder / "run.json").write_text("[1"), (), "run.json is damaged"),
     ],
 )
-def test_a_run_starts_goes_on_or_is_refused(change, more, message, trained, tmp_path, capsys):
-    given, whole = trained
-    output = Path(shutil.copytree(whole, tmp_path / "out"))
+def test_a_run_starts_goes_on_or_is_refused(change, more, message, trained_here, capsys):
+    given, _, output = trained_here
     change(output)
     before = sorted(output.rglob("*"))
     code = main([*given, "--output_dir", str(output), *more, "--dry_run", "True"])
@@ -105,12 +110,7 @@ def test_a_run_starts_goes_on_or_is_refused(change, more, message, trained, tmp_
 
 @pytest.mark.parametrize(
     ("output", "message"),
-    [
-        ("model", "is what --model_name_or_path"),
-        (".", "contains what --model_name_or_path"),
-        ("model/out", "lies in what --model_name_or_path"),
-        ("link", "is what --model_name_or_path"),
-    ],
+    [("model", "is what"), (".", "contains what"), ("model/out", "lies in what"), ("link", "is what")],
 )
 def test_what_a_run_reads_is_not_written_over(output, message, trained, models, tmp_path, capsys):
     given, _ = trained
@@ -118,12 +118,11 @@ def test_what_a_run_reads_is_not_written_over(output, message, trained, models, 
     (tmp_path / "link").symlink_to(tmp_path / "model")
     given = [*given, "--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(tmp_path / output)]
     assert main([*given, *OVERWRITE]) == 2
-    assert message in capsys.readouterr().err
+    assert f"{message} --model_name_or_path" in capsys.readouterr().err
 
 
-def test_overwriting_deletes_the_run_alone_and_leaves_no_file_of_its_model(trained, tmp_path, capsys):
-    given, whole = trained
-    output = Path(shutil.copytree(whole, tmp_path / "out"))
+def test_overwriting_deletes_the_run_alone_and_leaves_no_file_of_its_model(trained_here, capsys):
+    given, whole, output = trained_here
     (output / "notes.md").write_text("mine")
     (output / "adapter_config.json").write_text("{}")
     Exactness.of_step((1.0, 1.0), (1.0, 1.0), bf16=False).write(output)
@@ -140,13 +139,11 @@ def test_overwriting_deletes_the_run_alone_and_leaves_no_file_of_its_model(train
     assert not (output / "adapter_config.json").exists()
 
 
-def test_the_newest_checkpoint_is_the_one_written_last(trained, tmp_path):
+def test_the_newest_checkpoint_is_the_one_written_last(trained_here):
     """A run that was begun again at an earlier step writes checkpoints that are newer than those of later steps."""
-    given, whole = trained
-    output = Path(shutil.copytree(whole, tmp_path / "out"))
+    given, _, output = trained_here
     again = ["--resume_from_checkpoint", str(output / "checkpoint-1"), "--save_steps", "3", "--max_steps", "3"]
     assert [path.name for path in checkpoints(output)] == ["checkpoint-2", "checkpoint-1"]
-    shutil.copytree(output / "checkpoint-2", tmp_path / "two")
     assert main([*given, "--output_dir", str(output), *again]) == 0
     shutil.move(output / "checkpoint-2", output / "checkpoint-7")
     assert [path.name for path in checkpoints(output)] == ["checkpoint-3", "checkpoint-7", "checkpoint-1"]
@@ -188,10 +185,9 @@ def test_of_two_runs_that_start_at_once_the_second_is_refused(tmp_path):
         begin(tmp_path, overwrite=True, timeout=1800, env={})
 
 
-def test_a_restarted_attempt_goes_on_and_deletes_nothing(trained, tmp_path, monkeypatch, capsys):
+def test_a_restarted_attempt_goes_on_and_deletes_nothing(trained_here, monkeypatch, capsys):
     """It has the command line of the first attempt, of which nothing says that it goes on."""
-    given, whole = trained
-    output = Path(shutil.copytree(whole, tmp_path / "out"))
+    given, _, output = trained_here
     record = json.loads((output / "run.json").read_text())
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
     _alive(launch=launch_of(os.environ))(output)  # on a node that torchrun has left behind
@@ -204,11 +200,8 @@ def test_a_restarted_attempt_goes_on_and_deletes_nothing(trained, tmp_path, monk
     assert main(given) == 2
 
 
-def test_flags_win_over_a_checkpoint_and_its_best_model_is_of_its_run(trained, tmp_path):
-    given, whole = trained
-    output = Path(shutil.copytree(whole, tmp_path / "out"))
-    state = json.loads((output / "checkpoint-1" / "trainer_state.json").read_text())
-    assert state["save_steps"] == 1
+def test_flags_win_over_a_checkpoint_and_its_best_model_is_of_its_run(trained_here):
+    given, _, output = trained_here
     more = ["--resume_from_checkpoint", str(output / "checkpoint-1"), "--save_steps", "5", "--max_steps", "5"]
     assert main([*given, "--output_dir", str(output), *more]) == 0
     assert [path.name for path in checkpoints(output)] == ["checkpoint-5", "checkpoint-2", "checkpoint-1"]

@@ -7,8 +7,6 @@ import io
 import os
 import pty
 import re
-import subprocess
-import sys
 import termios
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,19 +16,11 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from longctx.training.peak_memory import GIB, PeakMemory
 from longctx.training.progress import StepLines, describe_evaluation
-from tests.training.test_training import COMMON, make_documents, write_jsonl
 
 LOGS = {"loss": 2.3456, "tokens_per_second": 12345.6, "tokens_per_second_per_device": 3086.4, "grad_norm": 1.0}
 LOGS |= {"learning_rate": 2e-5, "attention_imbalance": 1.02}
 PAIRS = {"rewards/accuracies": 0.625, "rewards/margins": -0.1234}
-HOST = PeakMemory(
-    allocated=(0, 0),
-    reserved=(0, 0),
-    host=(2 * GIB, 3 * GIB),
-    retries=(0, 0),
-    device_total=(0, 0),
-    host_total=(24 * GIB, 24 * GIB),
-)
+HOST = PeakMemory.of_ranks([(0, 0, 2 * GIB, 0, 0, 24 * GIB), (0, 0, 3 * GIB, 0, 0, 24 * GIB)])
 GPU = replace(HOST, allocated=(61 * GIB, 73 * GIB), device_total=(80 * GIB, 80 * GIB))
 
 
@@ -118,31 +108,3 @@ def test_a_row_fits_into_the_terminal_and_is_coloured(columns, title, no_color, 
     lines = re.sub(r"\x1b\[[\d;]*m", "", seen).splitlines()
     assert title in lines[0]
     assert max(map(len, lines)) <= columns
-
-
-@pytest.mark.long
-def test_a_resumed_run_of_two_ranks_has_a_line_a_step_in_a_terminal_and_elsewhere(models, tmp_path):
-    """Evaluated; steps are counted on from the one that the run is resumed from."""
-    data = write_jsonl(tmp_path / "data.jsonl", make_documents([90, 7, 41, 130, 64] * 4))
-    flags = [*COMMON, "--disable_tqdm", "False", "--sp", "2", "--use_cpu", "True", "--dataset_name", data]
-    flags += ["--eval_strategy", "steps", "--eval_steps", "2", "--dataset_test_split", "train"]
-    flags += ["--per_device_eval_batch_size", "1"]
-    flags += ["--save_strategy", "steps", "--save_steps", "2", "--resume_from_checkpoint", "auto"]
-    flags += ["--model_name_or_path", models["GQA 4:2"], "--output_dir", str(tmp_path / "out")]
-    command = [sys.executable, "-m", "longctx.train", *flags, "--max_steps"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm-256color"}
-    log = tmp_path / "log"
-    with log.open("w") as file:
-        subprocess.run([*command, "2"], stdout=file, stderr=file, env=environment, check=True, timeout=300)
-    assert re.findall(r"^ *(\d)/2 ", log.read_text(), re.MULTILINE) == ["1", "2"]
-    assert not re.search(r"[\r\x1b]", log.read_text())
-    leader, follower = pty.openpty()
-    termios.tcsetwinsize(follower, (24, 120))
-    with subprocess.Popen([*command, "4"], stdin=follower, stdout=follower, stderr=follower, env=environment) as run:
-        os.close(follower)
-        seen = read_all(leader)
-    assert run.returncode == 0, seen
-    assert re.findall(r"^ *(\d)/4 ", seen.replace("\r", ""), re.MULTILINE) == ["3", "4"]
-    assert "evaluation: batch 1 of" in seen
-    assert seen.count("after step 4: loss ") == 1
-    assert "{'" not in seen

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist
 from datasets import Dataset
 
 from longctx.data.kinds import PAIRS
 from longctx.model.load import load_config
 from longctx.model.tiny import tiny_config
-from longctx.training import fingerprint
-from longctx.training.dataset import StreamedData
 from longctx.training.fingerprint import FilesIdentity, data_identity, files_identity
 from longctx.training.preference import LOSS_FLAGS
 from tests.training import test_key_fields
 from tests.training.test_engines_of_models import save_model
 from tests.training.test_key_fields import STREAM, a_packing, identity, refuses, resolved, rows_of
-from tests.workers import run_ranks
 
 data = test_key_fields.data
 """Its fixture."""
@@ -60,24 +55,3 @@ def test_4_bit_weights_and_losses_of_pairs_are_not_changed(flags, fixed, data):
     assert not refuses(before, known(settings, tiny_config()))
     for name in flags.keys() - {fixed}:
         assert refuses(before, known(settings | {name: "another"}, tiny_config())), name
-
-
-def files_read_on_two_nodes(model, stream, own):
-    """How many sets of files this rank, a node of its own, has digested after common files, and then after own ones."""
-    rank, read, content_digests = dist.get_rank(), [], fingerprint.content_digests
-    fingerprint.content_digests = lambda files: read.append(files) or content_digests(files)
-    args = SimpleNamespace(process_index=rank, local_process_index=0)
-    settings = {"use_peft": True, "datasets": [], "dataset_name": stream, "dataset_streaming": True}
-    counts = []
-    for name in (model, own[rank]):
-        given = settings | {"model_name_or_path": name, "dataset_text_field": "text"}
-        fingerprint.compare_files(given, load_config(name), StreamedData(rows=None), args)
-        counts.append(len(read))
-    return counts
-
-
-def test_nodes_that_share_the_storage_digest_files_once(saved_model, tmp_path):
-    (tmp_path / "stream.txt").write_text("a stream")
-    own = [str(shutil.copytree(saved_model, tmp_path / node)) for node in ("first", "second")]
-    given = str(saved_model), str(tmp_path / "stream.txt"), own
-    assert run_ranks(2, f"{__name__}:files_read_on_two_nodes", *given) == [[2, 4], [0, 2]]

@@ -35,22 +35,15 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_another_goes_on(processes, nu
     """Sent to the process that a scheduler knows, which started the ranks; Ctrl-C also to workers, as by a terminal."""
     data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
     given = [*flags(models, data, tmp_path / "out"), "--sp", str(processes), "--save_steps", "1000"]
-    given += ["--resume_from_checkpoint", "auto", "--use_cpu"]
-    given += ["--dataloader_num_workers", "1"]
+    given += ["--resume_from_checkpoint", "auto", "--use_cpu", "--dataloader_num_workers", "1"]
     command = [sys.executable, "-m", "longctx.train", *given]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [*command, "--max_steps", "100000"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    ) as run:
+    with subprocess.Popen([*command, "--max_steps", "100000"], env=environment, **options) as run:
         lines = []
         for line in run.stdout:
             lines.append(line)
-            if re.match(r" *1/100000 ", line) and number:
+            if re.match(r" *1/100000 ", line):
                 os.killpg(run.pid, number) if number == signal.SIGINT else run.send_signal(number)
                 break
         after = run.stdout.readlines()

@@ -7,8 +7,7 @@ import torch
 from transformers.trainer_pt_utils import LabelSmoother
 
 from longctx.layers.loss import fused_token_outputs
-from tests.reference import train_reference
-from tests.training.test_training import COMMON, LEARNING_RATE, STEPS, check, make_documents, write_jsonl
+from tests.training.test_training import check, flags_of_run, make_documents, one_process, steps_of, write_jsonl
 from tests.workers import run_ranks
 
 SMOOTHING = 0.3
@@ -21,9 +20,8 @@ def test_smoothed_losses_are_those_of_transformers():
     targets = torch.randint(0, 11, logits.shape[:2], generator=generator)
     targets[0, ::3] = -100
     num_label_tokens = (targets != -100).sum()
-    outputs = fused_token_outputs(
-        logits, torch.eye(11), None, targets, label_smoothing=SMOOTHING, tile_bytes=10 * 11 * 4
-    )
+    options = {"label_smoothing": SMOOTHING, "tile_bytes": 10 * 11 * 4}
+    outputs = fused_token_outputs(logits, torch.eye(11), None, targets, **options)
     expected = LabelSmoother(SMOOTHING)({"logits": logits}, targets)
     actual = outputs.losses.sum() / num_label_tokens
     torch.testing.assert_close(actual, expected)
@@ -46,16 +44,14 @@ def test_smoothed_training_equals_one_process(case, models, tmp_path, parity_tab
     documents = make_documents([90, 7, 130, 41], masked=0.97)
     data = write_jsonl(tmp_path / "data.jsonl", documents)
     model = models["GQA 4:2"]
-    reference = train_reference(model, documents, steps=STEPS, learning_rate=LEARNING_RATE, label_smoothing=SMOOTHING)
-    flags = [*COMMON, *flags, "--gradient_accumulation_steps", str(accumulation), "--packing", "False"]
-    flags += ["--label_smoothing_factor", str(SMOOTHING), "--dataset_name", data, "--model_name_or_path", model]
+    reference = one_process(model, documents, label_smoothing=SMOOTHING)
+    flags = [*flags_of_run(model, data, tmp_path / "out"), *flags, "--label_smoothing_factor", str(SMOOTHING)]
+    flags += ["--gradient_accumulation_steps", str(accumulation), "--packing", "False"]
     flags += ["--eval_strategy", "steps", "--eval_on_start", "True", "--dataset_test_split", "train"]
-    flags += ["--output_dir", str(tmp_path / "out")]
     log = run_ranks(processes, "tests.training.test_evaluation:run_evaluations", {case: flags})[0][case][0]
-    steps = [(entry["loss"], entry["grad_norm"]) for entry in log if "loss" in entry]
-    check(steps, reference, f"label smoothing, {case}", "torchrun", parity_table)
+    check(steps_of(log), reference, f"label smoothing, {case}", "torchrun", parity_table)
     start = next(entry["eval_loss"] for entry in log if "eval_loss" in entry)
     assert start == pytest.approx(reference[0][0], rel=1e-5)
-    plain_losses, plain_norms = train_reference(model, documents, steps=1, learning_rate=LEARNING_RATE)
+    plain_losses, plain_norms = one_process(model, documents)
     assert plain_losses[0] != pytest.approx(start, rel=2e-5)  # it does act
     assert plain_norms[0] != pytest.approx(reference[1][0], rel=0.1)

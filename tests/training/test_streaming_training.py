@@ -19,9 +19,9 @@ import pytest
 from longctx.packing import PackedStream
 from longctx.packing.lanes import lane_of
 from longctx.train import main
+from tests.few import few
 from tests.jsonl import write_lines
-from tests.reference import train_reference
-from tests.training.test_training import LEARNING_RATE, STEPS, make_documents, relative, write_jsonl
+from tests.training.test_training import STEPS, check, flags_of_run, make_documents, one_process, read_log, write_jsonl
 from tests.workers import run_ranks
 
 LENGTHS = [*np.random.default_rng(5).integers(2, 90, 26).tolist(), 300]
@@ -29,9 +29,7 @@ LENGTHS = [*np.random.default_rng(5).integers(2, 90, 26).tolist(), 300]
 MAX_LENGTH = 128
 ROWS_A_STEP = 4
 
-COMMON = ["--dataset_streaming", "True", "--max_steps", str(STEPS), "--learning_rate", str(LEARNING_RATE)]
-COMMON += ["--max_length", str(MAX_LENGTH), "--logging_steps", "1", "--save_strategy", "no", "--report_to", "none"]
-COMMON += ["--disable_tqdm", "True"]
+STREAM = ["--dataset_streaming", "True", "--max_length", str(MAX_LENGTH)]
 
 LAYOUTS = {  # (processes, flags): 4 rows a step in every one
     "sp 1": (1, ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]),
@@ -62,7 +60,7 @@ def documents_of(row):
     ]
 
 
-def steps_of(documents, packing):
+def documents_of_steps(documents, packing):
     """The documents of each step: a row of each lane, as far as there are some, then from the start."""
     source = [{"input_ids": ids, "labels": labels} for ids, labels in documents]
     lanes = []
@@ -79,49 +77,32 @@ def steps_of(documents, packing):
     return [*islice(steps * STEPS, STEPS)], sum(map(len, lanes))
 
 
-def run_cases(cases):
-    from tests.training.test_training import run_cases
+TRAIN = "tests.training.test_training:run_cases"
+GROUPS = {
+    "sp 1": ["sp 1"],
+    "FSDP2": ["sp 4 ring on FSDP2", "dp 4, workers"],
+    "ZeRO-3": ["sp 2 × dp 2 Ulysses on ZeRO-3"],
+}
 
-    return run_cases(cases)
 
-
-FSDP2, ZERO3 = ["sp 4 ring on FSDP2", "dp 4, workers"], ["sp 2 × dp 2 Ulysses on ZeRO-3"]
-
-
-@pytest.mark.parametrize(
-    ("layouts", "packing"),
-    [
-        pytest.param(["sp 1"], "packed", id="sp 1, packed"),
-        pytest.param(["sp 1"], "single", id="sp 1, single", marks=pytest.mark.long),
-        pytest.param(FSDP2, "packed", id="FSDP2, packed", marks=pytest.mark.long),
-        pytest.param(FSDP2, "single", id="FSDP2, single", marks=pytest.mark.long),
-        pytest.param(ZERO3, "packed", id="ZeRO-3, packed", marks=pytest.mark.long),
-        pytest.param(ZERO3, "single", id="ZeRO-3, single", marks=pytest.mark.long),
-    ],
-)
-def test_training_on_a_stream_equals_one_process(layouts, packing, model, tmp_path, parity_table):
+@pytest.mark.parametrize("case", few([f"{group}, {packing}" for group in GROUPS for packing in PACKINGS], 1))
+def test_training_on_a_stream_equals_one_process(case, model, tmp_path, parity_table):
     """Rows that two ranks share, that none reads, or that come in another order would change the losses."""
-    flags, lengths = PACKINGS[packing]
+    group, packing = case.split(", ")
+    layouts, (flags, lengths) = GROUPS[group], PACKINGS[packing]
     documents = make_documents(lengths, seed=3, masked=0.95)
     data = write_jsonl(tmp_path / "data.jsonl", documents)
-    steps, num_rows = steps_of(documents, packing)
+    steps, num_rows = documents_of_steps(documents, packing)
     cases = {}
     for name in layouts:
-        cases[name] = [*COMMON, *flags, "--per_device_train_batch_size", "1", *LAYOUTS[name][1]]
-        cases[name] += ["--model_name_or_path", model, "--dataset_name", data, "--output_dir", str(tmp_path / name)]
-    run_ranks(LAYOUTS[layouts[0]][0], f"{__name__}:run_cases", cases)
-    reference = train_reference(model, None, steps=STEPS, learning_rate=LEARNING_RATE, batches=steps)
+        cases[name] = [*flags_of_run(model, data, tmp_path / name), *STREAM, *flags, *LAYOUTS[name][1]]
+    results = run_ranks(LAYOUTS[layouts[0]][0], TRAIN, cases)[0]
+    reference = one_process(model, None, batches=steps)
     tokens = np.cumsum([sum(len(ids) for ids, _ in step) for step in steps])
     for name in layouts:
-        packing_entry, *entries = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
-        entries = [entry for entry in entries if "loss" in entry]
-        losses, norms = [entry["loss"] for entry in entries], [entry["grad_norm"] for entry in entries]
-        first = relative(losses[:1], reference[0][:1]), relative(norms[:1], reference[1][:1])
-        run = relative(losses, reference[0])
-        parity_table.append((f"stream, {packing}, {name}", "torchrun", *first, run))
-        assert max(first) <= 1e-5
-        assert run <= 1e-4
-        assert [entry["num_tokens"] for entry in entries] == tokens.tolist()
+        packing_entry, *log = read_log(tmp_path / name)
+        check(results[name], reference, f"stream, {packing}, {name}", "torchrun", parity_table)
+        assert [entry["num_tokens"] for entry in log if "loss" in entry] == tokens.tolist()
         report = packing_entry["packing"]
         assert (report["documents"], report["tokens"], report["packs"]) == (len(lengths), sum(lengths), num_rows)
         assert report["tokens_dropped"] == (0 if packing == "packed" else lengths[-1])
@@ -142,22 +123,22 @@ RESUMED = {  # (processes, the run that it goes on from and its step, flags): 4 
 def test_a_stream_resumed_in_any_pass_is_the_run_that_went_on(model, tmp_path):
     """Twice in one pass, and in the third one: the same tokens and counts in any layout, the same bits in this one."""
     data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS, seed=3, masked=0.95))
-    common = [*COMMON, *PACKINGS["packed"][0], "--sp", "1", "--per_device_train_batch_size", "1", "--max_steps", "11"]
-    common += ["--model_name_or_path", model, "--dataset_name", data, "--lr_scheduler_type", "constant"]
-    common += ["--gradient_accumulation_steps", "4", "--save_strategy", "steps", "--save_steps", "1"]
-    run_ranks(1, f"{__name__}:run_cases", {"whole": [*common, "--output_dir", str(tmp_path / "whole")]})
+    common = [*flags_of_run(model, data, tmp_path / "whole"), *STREAM, *PACKINGS["packed"][0], "--sp", "1"]
+    common += ["--max_steps", "11", "--lr_scheduler_type", "constant", "--gradient_accumulation_steps", "4"]
+    common += ["--save_strategy", "steps", "--save_steps", "1"]
+    run_ranks(1, TRAIN, {"whole": common})
     expected, entry = logged(tmp_path / "whole")
     assert entry["packing"]["passes"] == 3
     for name, (processes, before, step, flags) in RESUMED.items():
         given = [*common, *flags, "--output_dir", str(tmp_path / name)]
         given += ["--resume_from_checkpoint", str(tmp_path / before / f"checkpoint-{step}")]
-        run_ranks(processes, f"{__name__}:run_cases", {name: given})
+        run_ranks(processes, TRAIN, {name: given})
         found, entry_here = logged(tmp_path / name)
         for one, two in zip(expected, found, strict=False):
             if processes == 1:
                 assert one == two, name
             assert (one["step"], one["num_tokens"]) == (two["step"], two["num_tokens"]), name
-            assert relative([two["loss"], two["grad_norm"]], [one["loss"], one["grad_norm"]]) <= 1e-4, name
+            assert two == pytest.approx(one, rel=1e-4), name
         if name != "once":
             assert len(found) == len(expected)
             assert entry_here == entry, name
@@ -165,45 +146,16 @@ def test_a_stream_resumed_in_any_pass_is_the_run_that_went_on(model, tmp_path):
 
 def logged(folder):
     """Return the entries of the steps in a run's log, and the entry with the counts."""
-    entry, *log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    entry, *log = read_log(folder)
     names = ("step", "loss", "grad_norm", "num_tokens")
     return [{name: step[name] for name in names} for step in log if "loss" in step], entry
 
 
 def test_a_stream_without_labels_ends_with_its_first_pass(model, tmp_path, capsys):
-    records = [{"input_ids": [1, 2, 3], "labels": [1, -100, -100]}] * 5
-    data = tmp_path / "data.jsonl"
-    write_lines(data, records)
-    flags = [*COMMON, "--model_name_or_path", model, "--dataset_name", str(data), "--use_cpu", "True"]
-    assert main([*flags, "--per_device_train_batch_size", "2", "--output_dir", str(tmp_path / "out")]) == 2
+    data = write_lines(tmp_path / "data.jsonl", [{"input_ids": [1, 2, 3], "labels": [1, -100, -100]}] * 5)
+    flags = [*flags_of_run(model, data, tmp_path / "out"), *STREAM, "--use_cpu", "True"]
+    assert main([*flags, "--per_device_train_batch_size", "2"]) == 2
     assert "no token with a label in 1 steps, the whole data set: 5 documents with 15 tokens" in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_a_stream_trains_and_evaluates_as_the_data_set_in_order(model, tmp_path):
-    """Without packing the rows are the same, so the logs are: text, truncated, evaluated at every step, at sp 2."""
-    data, rng = tmp_path / "data", np.random.default_rng(0)
-    data.mkdir()
-    for split, num_records in (("train", 30), ("test", 7)):
-        texts = ["".join(map(chr, rng.integers(97, 123, rng.integers(1, 200)))) for _ in range(num_records)]
-        write_lines(data / f"{split}.jsonl", ({"text": text} for text in texts))
-    cases = {}
-    for name in ("True", "False"):
-        cases[name] = [*COMMON, "--dataset_streaming", name, "--packing", "False", "--overlong", "truncate"]
-        cases[name] += ["--balance_packs", "False", "--train_sampling_strategy", "sequential", "--sp", "2"]
-        cases[name] += ["--per_device_train_batch_size", "4", "--eval_strategy", "steps", "--eval_steps", "1"]
-        cases[name] += ["--model_name_or_path", model, "--dataset_name", str(data)]
-        cases[name] += ["--sp_backend", "ring", "--output_dir", str(tmp_path / name)]
-    run_ranks(2, f"{__name__}:run_cases", cases)
-    logs = {
-        name: [
-            {key: entry[key] for key in ("loss", "eval_loss", "num_tokens", "step") if key in entry}
-            for entry in json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"][1:]
-        ]
-        for name in cases
-    }
-    assert sum("eval_loss" in entry for entry in logs["True"]) == STEPS
-    assert logs["True"] == logs["False"]
 
 
 @pytest.mark.parametrize(
@@ -220,17 +172,9 @@ def test_a_stream_trains_and_evaluates_as_the_data_set_in_order(model, tmp_path)
         (["--resume_from_checkpoint", "folder"], "--resume_from_checkpoint folder"),
     ],
 )
-def test_what_a_stream_cannot_do_is_refused(flags, words, capsys):
-    assert main([*COMMON, "--model_name_or_path", "tiny", "--dataset_name", "stdlib", *flags]) == 2
+def test_what_a_stream_cannot_do_is_refused(flags, words, tmp_path, capsys):
+    assert main([*flags_of_run("tiny", "stdlib", tmp_path), *STREAM, *flags]) == 2
     assert re.search(words, capsys.readouterr().err)
-
-
-def test_a_stream_says_that_nothing_is_shuffled(capsys, without_preflight):
-    flags = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib", "--num_train_epochs", "2", "--dry_run", "True"]
-    assert main([*COMMON, *flags]) == 0
-    printed = capsys.readouterr().out
-    assert "documents come in the order of the data set, and nothing is shuffled" in printed
-    assert "--num_train_epochs has no effect on a stream" in printed
 
 
 @pytest.mark.long
@@ -238,8 +182,8 @@ def test_a_bad_record_ends_the_run_with_its_place(model, tmp_path):
     """On all ranks, with one clear line, and in the step that needs it: what is read before is trained on."""
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": "x" * 50}) + "\n" for _ in range(600)) + "{\n")
-    command = [sys.executable, "-m", "longctx.train", *COMMON, "--model_name_or_path", model, "--sp", "2"]
-    command += ["--dataset_name", str(data), "--packing", "False", "--per_device_train_batch_size", "200"]
+    command = [sys.executable, "-m", "longctx.train", *flags_of_run(model, data, tmp_path / "out"), *STREAM]
+    command += ["--sp", "2", "--packing", "False", "--per_device_train_batch_size", "200"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
@@ -250,11 +194,9 @@ def test_a_bad_record_ends_the_run_with_its_place(model, tmp_path):
 
 
 def test_a_stream_whose_labels_are_all_cut_off_saves_no_model(model, tmp_path, capsys):
-    records = [{"prompt": "Why? " * 40, "completion": "So."}] * 8
-    data = tmp_path / "data.jsonl"
-    write_lines(data, records)
-    flags = ["--model_name_or_path", model, "--dataset_name", str(data), "--output_dir", str(tmp_path / "out")]
-    assert main([*flags, *COMMON, "--overlong", "truncate", "--use_cpu", "True"]) == 2
+    data = write_lines(tmp_path / "data.jsonl", [{"prompt": "Why? " * 40, "completion": "So."}] * 8)
+    flags = [*flags_of_run(model, data, tmp_path / "out"), *STREAM]
+    assert main([*flags, "--overlong", "truncate", "--use_cpu", "True"]) == 2
     assert f"had no token with a label in {STEPS} steps" in capsys.readouterr().err
     assert not list(tmp_path.glob("out/*.safetensors"))
 
@@ -262,10 +204,9 @@ def test_a_stream_whose_labels_are_all_cut_off_saves_no_model(model, tmp_path, c
 def test_a_resumed_stream_without_further_labels_is_saved(model, tmp_path):
     """The only label is in the first step, which the resumed run does not repeat."""
     records = [{"prompt": "Why? ", "completion": "So."}, *[{"prompt": "Why? " * 40, "completion": "So."}] * 4]
-    data = tmp_path / "data.jsonl"
-    write_lines(data, records)
-    flags = ["--model_name_or_path", model, "--dataset_name", str(data), "--output_dir", str(tmp_path / "out"), *COMMON]
+    data = write_lines(tmp_path / "data.jsonl", records)
+    flags = [*flags_of_run(model, data, tmp_path / "out"), *STREAM, "--resume_from_checkpoint", "auto"]
     flags += ["--overlong", "truncate", "--packing", "False", "--use_cpu", "True", "--save_strategy", "steps"]
-    flags += ["--per_device_train_batch_size", "1", "--save_steps", "2", "--resume_from_checkpoint", "auto"]
+    flags += ["--save_steps", "2"]
     assert main([*flags, "--max_steps", "2"]) == 0
     assert main([*flags, "--max_steps", "4"]) == 0

@@ -17,14 +17,16 @@ from tests.jsonl import write_lines
 CAPACITY = 16
 
 
+def unsplit(labels):
+    """Documents with these labels."""
+    return Dataset.from_dict({"input_ids": [[1] * len(of) for of in labels], "labels": labels})
+
+
 def documents_of(lengths, masked):
     """Return documents from several chunks of a table, reordered and one of them twice, with some labels masked."""
     rng = np.random.default_rng(0)
     labels = [np.where(rng.random(length) < masked, -100, 7) for length in lengths]
-    parts = [
-        Dataset.from_dict({"input_ids": [[1] * len(of) for of in part], "labels": part})
-        for part in (labels[:5], labels[5:6], labels[6:])
-    ]
+    parts = [unsplit(part) for part in (labels[:5], labels[5:6], labels[6:])]
     return concatenate_datasets(parts).select([*reversed(range(len(lengths))), 2])
 
 
@@ -51,7 +53,7 @@ def test_targets_are_counted_in_the_pieces_that_are_packed(overlong, strategy):
 def test_targets_of_pairs_are_those_of_both_answers(share):
     """Targets of pairs are counted on both sides, each of which truncation cuts at the end."""
     pairs = [[-100] * prompt + [7] * a + [-100] * prompt + [7] * b for prompt, a, b in ((3, 4, 2), (5, 9, 6))]
-    documents = Dataset.from_dict({"input_ids": [[1] * len(pair) for pair in pairs], "labels": pairs})
+    documents = unsplit(pairs)
     sides = sides_of_pairs(documents)
     packing, _ = plan_pairs(sides, CAPACITY, overlong="truncate", share=share)
     kept = kept_of_sides(sides, CAPACITY, "truncate", share=share)
@@ -62,7 +64,7 @@ def test_targets_of_pairs_are_those_of_both_answers(share):
 def test_documents_that_lose_all_labels_are_named():
     """Only documents that are in a pack and had labels before the cut are counted."""
     labels = [[-100] * 4 + [7] * 3, [-100] * 20 + [7] * 3, [-100] * 30 + [7], [-100] * 20]
-    documents = Dataset.from_dict({"input_ids": [[1] * len(of) for of in labels], "labels": labels})
+    documents = unsplit(labels)
 
     def described(overlong):
         packing, report = plan_packing([len(of) for of in labels], CAPACITY, overlong=overlong)
@@ -70,9 +72,8 @@ def test_documents_that_lose_all_labels_are_named():
         return TrainingData(documents=documents, rows=rows, report=report, costs=None).describe_targets()
 
     trained = "of the 81 tokens in the documents"
-    assert described("truncate") == (
-        f"3 {trained} (3.7%) are trained on; --overlong truncate leaves no token with a label in 2 documents"
-    )
+    lost = "; --overlong truncate leaves no token with a label in 2 documents"
+    assert described("truncate") == f"3 {trained} (3.7%) are trained on{lost}"
     assert described("drop") == f"3 {trained} (3.7%) are trained on"
     assert described("split") == f"7 {trained} (8.6%) are trained on"
 
@@ -80,10 +81,8 @@ def test_documents_that_lose_all_labels_are_named():
 def test_a_run_whose_steps_have_no_label_saves_no_model(tmp_path, capsys):
     """One document still has a label, but no step reads that document."""
     records = [*[{"prompt": "Why? " * 40, "completion": "So."}] * 4, {"prompt": "Why? ", "completion": "So."}]
-    data = tmp_path / "data.jsonl"
-    write_lines(data, records)
-    out = tmp_path / "out"
-    flags = ["--model_name_or_path", "tiny", "--dataset_name", str(data), "--output_dir", str(out), "--use_cpu", "True"]
+    data, out = write_lines(tmp_path / "data.jsonl", records), tmp_path / "out"
+    flags = ["--model_name_or_path", "tiny", "--dataset_name", data, "--output_dir", str(out), "--use_cpu", "True"]
     flags += ["--max_length", "64", "--overlong", "truncate", "--packing", "False", "--report_to", "none"]
     flags += ["--train_sampling_strategy", "sequential", "--per_device_train_batch_size", "1", "--disable_tqdm", "True"]
     assert main([*flags, "--max_steps", "2"]) == 2

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from longctx.train import main
 from tests.jsonl import write_lines
-from tests.training.test_training import COMMON
+from tests.training.test_training import flags_of_run
 
 DATE = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
 CHATS = [{"messages": [{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b"}]} for n in (1, 2, 5)]
@@ -22,9 +22,8 @@ def test_a_run_that_is_resumed_on_another_day_trains_on_the_same_text(stream, mo
     """Also in another folder, and with an empty cache."""
     data, template = write_lines(tmp_path / "data.jsonl", CHATS), tmp_path / "date.jinja"
     template.write_text(DATE)
-    given = [*COMMON, "--model_name_or_path", models["GQA 4:2"], "--dataset_name", data, "--max_length", "64"]
-    given += ["--chat_template_path", str(template), "--dataset_streaming", stream, "--max_steps", "2"]
-    given += ["--save_strategy", "steps", "--save_steps", "1"]
+    given = ["--chat_template_path", str(template), "--dataset_streaming", stream, "--max_steps", "2"]
+    given += ["--max_length", "64", "--save_strategy", "steps", "--save_steps", "1"]
 
     def train(name, *more, day):
         class Clock(datetime):
@@ -34,7 +33,7 @@ def test_a_run_that_is_resumed_on_another_day_trains_on_the_same_text(stream, mo
 
         monkeypatch.setattr("longctx.run.preparation.datetime", Clock)
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / f"cache of {name}, day {day}"))
-        assert main([*given, "--output_dir", str(tmp_path / name), *more]) == 0
+        assert main([*flags_of_run(models["GQA 4:2"], data, tmp_path / name), *given, *more]) == 0
         return load_file(tmp_path / name / "model.safetensors"), json.loads((tmp_path / name / "run.json").read_text())
 
     whole, record = train("whole", day=0)

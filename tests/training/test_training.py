@@ -18,18 +18,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
 
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Setup
 from longctx.machine.here import Machine
 from longctx.settings.flags import SFT
+from longctx.upstream.accelerate_internals import ENGINE_ENVIRONMENT
 from tests.few import together
 from tests.jsonl import write_lines
 from tests.reference import train_reference
 from tests.small_model import HEADS, save_with_tokenizer
 from tests.workers import one_by_one, run_ranks
 
+ROOT = Path(__file__).parents[2]
+LONG = pytest.mark.long
 STEPS = 5
 LEARNING_RATE = 5e-3
 SHAPES = {
@@ -58,10 +61,27 @@ def write_jsonl(path, documents):
     return write_lines(path, ({"input_ids": ids, "labels": labels} for ids, labels in documents))
 
 
+def flags_of_run(model, data, folder):
+    """COMMON, and where a run reads and writes; of a flag that is given again, the last value counts."""
+    return [*COMMON, "--model_name_or_path", str(model), "--dataset_name", str(data), "--output_dir", str(folder)]
+
+
+def packed_run(model, folder):
+    """Documents that are packed, and the flags of a run on them, up to its folder; the file is written to `folder`."""
+    documents = make_documents(SHAPES["packed"][0])
+    data = write_jsonl(folder / "data.jsonl", documents)
+    *flags, _ = flags_of_run(model, data, folder)
+    return documents, ["--packing", "True", *flags]
+
+
+def one_process(model, documents, **options):
+    """Losses and gradient norms of STEPS steps, as `train_reference` has them."""
+    return train_reference(model, documents, steps=STEPS, learning_rate=LEARNING_RATE, **options)
+
+
 def run_cases(cases):
     """Train every case on this process group; returns {case: [(loss, grad_norm), ...]}."""
-    logs = logs_of_cases(cases)
-    return {case: [(e["loss"], e["grad_norm"]) for e in log if "loss" in e] for case, log in logs.items()}
+    return {case: steps_of(log) for case, log in logs_of_cases(cases).items()}
 
 
 def logs_of_cases(cases):
@@ -69,15 +89,42 @@ def logs_of_cases(cases):
     return {case: log_of(arguments) for case, arguments in one_by_one(cases)}
 
 
-def log_of(arguments, method=SFT):
-    """The log's history of a run, on this rank."""
-    from longctx.run import fit, load, prepare
+def logs_on_engines(cases):
+    """Train {case: (arguments, ZeRO's stage or None)}, as `logs_of_cases` does; returns {case: its log}."""
+    logs = {}
+    for case, (arguments, stage) in one_by_one(cases):
+        if stage is not None:
+            os.environ.update(ENGINE_ENVIRONMENT["deepspeed"], ACCELERATE_DEEPSPEED_ZERO_STAGE=str(stage))
+        logs[case] = log_of(arguments)
+    return logs
+
+
+def prepared_run(arguments, method=SFT):
+    """A run of these flags on this rank, before its model is loaded."""
+    from longctx.run import prepare
     from longctx.settings.launcher import read_profile
     from longctx.settings.read import parse_flags
     from longctx.settings.resolve import resolve
 
-    prepared = prepare(resolve(parse_flags(arguments, method), read_profile(), os.environ))
+    return prepare(resolve(parse_flags(arguments, method), read_profile(), os.environ))
+
+
+def log_of(arguments, method=SFT):
+    """The log's history of a run, on this rank."""
+    from longctx.run import fit, load
+
+    prepared = prepared_run(arguments, method)
     return fit(prepared, load(prepared)).state.log_history
+
+
+def read_log(folder):
+    """The log's history of a run that has saved its model to this folder."""
+    return json.loads((folder / "trainer_state.json").read_text())["log_history"]
+
+
+def steps_of(log):
+    """[(loss, gradient norm), ...] of the entries of a log that have a loss."""
+    return [(entry["loss"], entry["grad_norm"]) for entry in log if "loss" in entry]
 
 
 def relative(actual, expected):
@@ -103,16 +150,9 @@ LONG_GROUPS = [("ring", 2), (" ".join(ON_DEEPSPEED), 4)]
 
 def takes(backend, sp, num_heads, num_key_value_heads):
     """Whether a backend spreads so many heads over sp ranks."""
-    setup = Setup(
-        sp=sp,
-        num_heads=num_heads,
-        num_key_value_heads=num_key_value_heads,
-        head_size=16,
-        element_size=4,
-        machine=Machine.of("CPU", sp),
-    )
+    sizes = {"num_heads": num_heads, "num_key_value_heads": num_key_value_heads, "head_size": 16, "element_size": 4}
     try:
-        BACKENDS[backend].arrange(setup, None)
+        BACKENDS[backend].arrange(Setup(sp=sp, machine=Machine.of("CPU", sp), **sizes), None)
     except ValueError:
         return False
     return True
@@ -135,15 +175,9 @@ def heads_and_shapes(backend, sp):
 @pytest.mark.parametrize(
     ("backends", "sp", "parts"),
     [
-        *(pytest.param(*group, ["covering"], id="-".join(map(str, group))) for group in GROUPS),
-        *(
-            pytest.param(*group, ["others"], id="{}-{}-others".format(*group), marks=pytest.mark.long)
-            for group in GROUPS
-        ),
-        *(
-            pytest.param(*group, ["covering", "others"], id="-".join(map(str, group)), marks=pytest.mark.long)
-            for group in LONG_GROUPS
-        ),
+        *(pytest.param(*group, ["covering"], id="{}-{}".format(*group)) for group in GROUPS),
+        *(pytest.param(*group, ["others"], id="{}-{}-others".format(*group), marks=LONG) for group in GROUPS),
+        *(pytest.param(*group, ["covering", "others"], id="{}-{}".format(*group), marks=LONG) for group in LONG_GROUPS),
     ],
 )
 def test_training_equals_one_process(backends, sp, parts, models, tmp_path, parity_table):
@@ -161,9 +195,9 @@ def test_training_equals_one_process(backends, sp, parts, models, tmp_path, pari
         case = f"{backend} sp {sp}, {shape}, {heads_name}"
         documents = make_documents(lengths)
         data = write_jsonl(tmp_path / f"{len(cases)}.jsonl", documents)
-        cases[case] = [*COMMON, *flags, "--sp", str(sp), "--sp_backend", backend, "--dataset_name", data]
-        cases[case] += ["--model_name_or_path", models[heads_name], "--output_dir", str(tmp_path / f"out {len(cases)}")]
-        references[case] = train_reference(models[heads_name], documents, steps=STEPS, learning_rate=LEARNING_RATE)
+        cases[case] = [*flags_of_run(models[heads_name], data, tmp_path / f"out {len(cases)}"), *flags]
+        cases[case] += ["--sp", str(sp), "--sp_backend", backend]
+        references[case] = one_process(models[heads_name], documents)
     for case, results in run_ranks(sp, f"{__name__}:run_cases", cases)[0].items():
         check(results, references[case], case, "torchrun", parity_table)
 
@@ -171,15 +205,10 @@ def test_training_equals_one_process(backends, sp, parts, models, tmp_path, pari
 @pytest.mark.long
 def test_the_first_layers_of_a_model_are_trained_alone(models, tmp_path, parity_table):
     """As stock transformers loads them with the same key; what is saved is a model of one layer."""
-    lengths, flags = SHAPES["packed"]
-    documents = make_documents(lengths)
-    arguments = [*COMMON, *flags, "--sp", "2", "--dataset_name", write_jsonl(tmp_path / "data.jsonl", documents)]
-    arguments += ["--model_name_or_path", models["GQA 4:2"], "--output_dir", str(tmp_path / "out")]
-    arguments += ["--model_init_kwargs", '{"num_hidden_layers": 1}']
+    documents, arguments = packed_run(models["GQA 4:2"], tmp_path)
+    arguments += [str(tmp_path / "out"), "--sp", "2", "--model_init_kwargs", '{"num_hidden_layers": 1}']
     stock = AutoModelForCausalLM.from_pretrained(models["GQA 4:2"], num_hidden_layers=1, attn_implementation="eager")
-    reference = train_reference(
-        models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE, adapt=lambda _: stock
-    )
+    reference = one_process(models["GQA 4:2"], documents, adapt=lambda _: stock)
     results = run_ranks(2, f"{__name__}:run_cases", {"first layer": arguments})[0]["first layer"]
     check(results, reference, "ring sp 2, first layer", "torchrun", parity_table)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -192,18 +221,10 @@ def test_the_first_layers_of_a_model_are_trained_alone(models, tmp_path, parity_
 @pytest.mark.long
 def test_train_loss_is_the_mean_of_all_steps_of_all_ranks(models, tmp_path):
     """Also of the steps since the last log, of which every rank has its own share."""
-    lengths, flags = SHAPES["one long document"]
-    documents = make_documents(lengths)
-    arguments = [*COMMON, *flags, "--sp", "2", "--dataset_name", write_jsonl(tmp_path / "data.jsonl", documents)]
-    arguments += [
-        "--model_name_or_path",
-        models["GQA 4:2"],
-        "--output_dir",
-        str(tmp_path / "out"),
-        "--logging_steps",
-        "3",
-    ]
-    losses, _ = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
+    documents = make_documents(SHAPES["one long document"][0])
+    data = write_jsonl(tmp_path / "data.jsonl", documents)
+    arguments = [*flags_of_run(models["GQA 4:2"], data, tmp_path / "out"), "--sp", "2", "--logging_steps", "3"]
+    losses, _ = one_process(models["GQA 4:2"], documents)
     expected = sum(losses) / STEPS
     logs = run_ranks(2, f"{__name__}:log_of", arguments)
     assert [log[-1]["train_loss"] for log in logs] == pytest.approx([expected] * 2, rel=1e-4)
@@ -238,11 +259,7 @@ LAYOUTS = {  # (processes, sp, backend, per-device batch, accumulation): 8 seque
 """What runs on DeepSpeed stands last: FSDP2 cannot follow in the same process."""
 
 
-FEW_LAYOUTS = [
-    "2 processes × 4, data parallel",
-    "ring sp 2 × dp 2 × 2, accumulation 2",
-    "ulysses sp 2 × dp 2 × 2, accumulation 2",
-]
+FEW_LAYOUTS = [name for name in LAYOUTS if name.startswith(("2 processes", "ring sp 2", "ulysses sp 2"))]
 """With data parallelism alone, and with accumulation, too, under each engine."""
 
 
@@ -254,16 +271,15 @@ def test_equal_effective_batches_train_equally(layouts, models, tmp_path, parity
     """
     documents = make_documents(np.random.default_rng(1).integers(2, 120, 20).tolist(), masked=0.97)
     data = write_jsonl(tmp_path / "data.jsonl", documents)
-    common = [*COMMON, "--packing", "False", "--train_sampling_strategy", "sequential", "--dataset_name", data]
-    common += ["--model_name_or_path", models["GQA 4:2"]]
     batches = [documents[:8], documents[8:16], documents[16:], documents[:8], documents[8:16]]
-    reference = train_reference(models["GQA 4:2"], None, steps=STEPS, learning_rate=LEARNING_RATE, batches=batches)
+    reference = one_process(models["GQA 4:2"], None, batches=batches)
     groups = {}
     for name in layouts:
         processes, sp, backend, batch, accumulation = LAYOUTS[name]
         flags = ["--sp", str(sp), "--sp_backend", backend, "--per_device_train_batch_size", str(batch)]
         flags += ["--gradient_accumulation_steps", str(accumulation)]
-        groups.setdefault(processes, {})[name] = [*common, *flags, "--output_dir", str(tmp_path / name)]
+        flags += ["--packing", "False", "--train_sampling_strategy", "sequential"]
+        groups.setdefault(processes, {})[name] = [*flags_of_run(models["GQA 4:2"], data, tmp_path / name), *flags]
     for processes, cases in groups.items():
         for name, results in run_ranks(processes, f"{__name__}:run_cases", cases)[0].items():
             check(results, reference, name, "torchrun", parity_table)
@@ -292,9 +308,6 @@ ELSEWHERE = {
 @pytest.fixture(scope="session")
 def other_models(models, tmp_path_factory):
     """Folders of models like `models`, with windows in one of two layers or with experts, and of the plain one."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
-
     plain = AutoConfig.from_pretrained(models["GQA 4:2"])
     windows, experts = copy.deepcopy(plain), Qwen3MoeConfig(**{**plain.to_dict(), **EXPERTS})
     windows.update({"use_sliding_window": True, "sliding_window": 24})
@@ -315,9 +328,7 @@ SOME = ("ring", "experts, ulysses", "HSDP, ring", "windows, hybrid")
 @pytest.mark.parametrize("engine", ELSEWHERE)
 def test_any_backend_on_either_engine(engine, only, other_models, tmp_path, parity_table):
     """What the backends do not run on by default; copies of the model; windows, experts; planning in workers."""
-    documents = make_documents(SHAPES["packed"][0])
-    data = write_jsonl(tmp_path / "data.jsonl", documents)
-    common = [*COMMON, "--packing", "True", "--dataset_name", data, "--engine", engine]
+    documents, common = packed_run(other_models["plain"], tmp_path)
     cases, references = {}, {}
     processes = "2" if only == SOME and engine == "deepspeed" else "4"
     for name, flags in ELSEWHERE[engine].items():
@@ -326,8 +337,8 @@ def test_any_backend_on_either_engine(engine, only, other_models, tmp_path, pari
         kind = name.partition(",")[0]
         model = other_models.get(kind, other_models["plain"])
         flags = [processes if flag == "4" else flag for flag in flags]
-        cases[name] = [*common, "--model_name_or_path", model, "--output_dir", str(tmp_path / name), *flags]
-        references[name] = train_reference(model, documents, steps=STEPS, learning_rate=LEARNING_RATE)
+        cases[name] = [*common, str(tmp_path / name), "--engine", engine, "--model_name_or_path", model, *flags]
+        references[name] = one_process(model, documents)
     kinds = {name.partition(",")[0] for name in cases} & other_models.keys()
     assert len({losses[0] for losses, _ in references.values()}) == 1 + len(kinds)  # windows and experts do act
     for name, results in run_ranks(int(processes), f"{__name__}:run_cases", cases)[0].items():
@@ -336,17 +347,12 @@ def test_any_backend_on_either_engine(engine, only, other_models, tmp_path, pari
 
 def test_bf16_is_as_near_as_one_process_in_bf16(models, tmp_path):
     """bf16 rounds to 3 digits in every layer; spreading a sequence must not add to the error of one process."""
-    documents = make_documents(SHAPES["packed"][0])
-    data = write_jsonl(tmp_path / "data.jsonl", documents)
-    flags = [*COMMON, "--bf16", "True", "--dataset_name", data, "--model_name_or_path", models["GQA 4:2"]]
-    flags += ["--max_steps", "1", "--output_dir"]
+    documents, flags = packed_run(models["GQA 4:2"], tmp_path)
+    given = ["--bf16", "True", "--max_steps", "1", "--sp_backend"]
     losses, norms = train_reference(models["GQA 4:2"], documents, steps=1, learning_rate=LEARNING_RATE)
     errors = {}
     for sp, backends in ((1, ["ring"]), (2, ["ring", "ulysses"])):
-        cases = {
-            backend: [*flags, f"{tmp_path}/{backend} {sp}", "--sp", str(sp), "--sp_backend", backend]
-            for backend in backends
-        }
+        cases = {name: [*flags, f"{tmp_path}/{name} {sp}", "--sp", str(sp), *given, name] for name in backends}
         for backend, [(loss, norm)] in run_ranks(sp, f"{__name__}:run_cases", cases)[0].items():
             errors[backend, sp] = relative([loss], losses), relative([norm], norms)
     for loss_error, norm_error in errors.values():
@@ -355,11 +361,11 @@ def test_bf16_is_as_near_as_one_process_in_bf16(models, tmp_path):
         assert norm_error <= max(1.5 * errors["ring", 1][1], 1e-2), errors
 
 
-def launch(arguments, *, timeout=300):
-    """`accelerate launch -m longctx.train …` as a user types it; returns its output."""
-    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "-m", "longctx.train", *arguments]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
+def launch(arguments, cwd):
+    """`accelerate launch …` as a user types it in a folder; returns its output."""
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch", *arguments]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -373,18 +379,16 @@ def test_accelerate_launch_equals_one_process(backend, sp, shape, models, tmp_pa
     documents = make_documents(lengths)
     data = write_jsonl(tmp_path / "data.jsonl", documents)
     model = models["GQA 4:2"]
-    arguments = [*COMMON, *flags, "--sp", str(sp), "--sp_backend", backend, "--dataset_name", data]
-    arguments += ["--model_name_or_path", model, "--output_dir", str(tmp_path / "out")]
-    output = launch(arguments)
-    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
-    results = [(entry["loss"], entry["grad_norm"]) for entry in state["log_history"] if "loss" in entry]
-    reference = train_reference(model, documents, steps=STEPS, learning_rate=LEARNING_RATE)
-    check(results, reference, f"{backend} sp {sp}, {shape}, GQA 4:2", "accelerate launch", parity_table)
+    arguments = [*flags_of_run(model, data, tmp_path / "out"), *flags, "--sp", str(sp), "--sp_backend", backend]
+    output = launch(["-m", "longctx.train", *arguments], tmp_path)
+    log = read_log(tmp_path / "out")
+    reference = one_process(model, documents)
+    check(steps_of(log), reference, f"{backend} sp {sp}, {shape}, GQA 4:2", "accelerate launch", parity_table)
     assert re.search(r"^mesh +(.*)$", output, re.M)[1] == ("1 process" if sp == 1 else f"{sp} processes = sp {sp}")
-    packing = state["log_history"][0]["packing"]
+    packing = log[0]["packing"]
     assert (packing["documents"], packing["tokens"]) == (len(lengths), sum(lengths))
     assert packing["tokens_kept"] == sum(lengths)
-    check_log(next(entry for entry in state["log_history"] if "loss" in entry), documents, sp)
+    check_log(next(entry for entry in log if "loss" in entry), documents, sp)
 
 
 def check_log(entry, documents, sp):
@@ -402,33 +406,22 @@ def check_log(entry, documents, sp):
 @pytest.mark.long
 def test_the_example_of_the_trl_documentation(tmp_path):
     """Its Ulysses command, 100 steps at 4096 with packing, with a local model and chats in place of the hub names."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
-
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 272}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}
     save_with_tokenizer(Qwen2ForCausalLM(Qwen2Config(**sizes, **heads)), tmp_path / "Qwen2-0.5B")
-    turns = [
-        {"role": "user", "content": "How long is a piece of string?"},
-        {"role": "assistant", "content": "Twice half."},
-    ]
-    chats = [{"messages": turns * n} for n in range(1, 7)]
-    write_lines(tmp_path / "Capybara.jsonl", chats)
-    command = [str(Path(sys.executable).parent / "accelerate"), "launch"]
-    command += ["--config_file", str(Path(__file__).parents[2] / "configs/alst_ulysses_4gpu.yaml")]
+    turns = [{"role": "user", "content": "How long is string?"}, {"role": "assistant", "content": "Twice half."}]
+    write_lines(tmp_path / "Capybara.jsonl", ({"messages": turns * n} for n in range(1, 7)))
+    command = ["--config_file", str(ROOT / "configs/alst_ulysses_4gpu.yaml")]
     command += ["-m", "longctx.train", "--model_name_or_path", "Qwen2-0.5B", "--dataset_name", "Capybara.jsonl"]
     command += ["--learning_rate", "2e-4", "--max_steps", "100", "--max_seq_length", "4096", "--packing"]
     command += ["--torch_dtype", "bfloat16", "--attn_implementation", "flash_attention_2"]
     command += ["--output_dir", "output-alst-4gpu", "--disable_tqdm", "True"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^mesh +(.*)$", done.stdout, re.M)[1] == "4 processes = dp_shard 2 × sp 2"
-    assert "flash_attention_2 was asked for" in done.stdout
-    state = json.loads((tmp_path / "output-alst-4gpu/trainer_state.json").read_text())
-    losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
-    assert state["global_step"] == 100
+    output = launch(command, tmp_path)
+    assert re.search(r"^mesh +(.*)$", output, re.M)[1] == "4 processes = dp_shard 2 × sp 2"
+    assert "flash_attention_2 was asked for" in output
+    log = read_log(tmp_path / "output-alst-4gpu")
+    losses = [loss for loss, _ in steps_of(log)]
+    assert log[-1]["step"] == 100
     assert losses[-1] < losses[0]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "output-alst-4gpu")
-    assert model.config.model_type == "qwen2"
+    assert AutoConfig.from_pretrained(tmp_path / "output-alst-4gpu").model_type == "qwen2"

@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 
 import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -30,8 +28,8 @@ from longctx.training.checkpoint.files import (
     read_manifest,
     write_manifest,
 )
-
-ROOT = Path(__file__).parents[2]
+from tests.data.tables import write_records
+from tests.jsonl import write_lines
 
 
 class MakesFile:
@@ -133,17 +131,6 @@ def test_an_adapter_in_a_models_folder_is_refused(folder, tmp_path):
     with pytest.raises(ValueError, match=r"holds an adapter .*longctx export"):
         load(folder)
     assert not (tmp_path / "marker").exists()
-
-
-def test_a_table_with_pickled_metadata_is_text(tmp_path):
-    """What pyarrow before 14 would have unpickled."""
-    marker = tmp_path / "marker"
-    pickled = f"cposix\nsystem\n(S'touch {marker}'\ntR.".encode()
-    metadata = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickled}
-    field = pa.field("text", pa.string(), metadata=metadata)
-    pq.write_table(pa.table([pa.array(["a b"])], schema=pa.schema([field])), tmp_path / "data.parquet")
-    assert load_records(str(tmp_path / "data.parquet"))[0]["text"] == "a b"
-    assert not marker.exists()
 
 
 # Sizes and paths
@@ -279,8 +266,8 @@ def test_a_changed_manifest_and_files_that_it_does_not_know_are_refused(tmp_path
 # Data
 
 
-def tokens_of(path: Path) -> int:
-    return sum(map(len, tokenize_records(load_records(str(path)), tiny_tokenizer(), vocab_size=272)["input_ids"]))
+def tokens_of(path: str) -> int:
+    return sum(map(len, tokenize_records(load_records(path), tiny_tokenizer(), vocab_size=272)["input_ids"]))
 
 
 @pytest.mark.long
@@ -329,12 +316,7 @@ def test_a_pipe_is_not_waited_for(tmp_path, name):
 )
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_masks_and_positions_say_what_is_done_anyway(tmp_path, more, message, suffix):
-    record = {"input_ids": [1, 2, 3], **more}
-    path = tmp_path / f"data{suffix}"
-    if suffix == ".jsonl":
-        path.write_text(json.dumps(record))
-    else:
-        pq.write_table(pa.Table.from_pylist([record]), path)
+    path = write_records(tmp_path / f"data{suffix}", [{"input_ids": [1, 2, 3], **more}])
     if message is None:
         assert tokens_of(path) == 3
     else:
@@ -355,9 +337,8 @@ def test_a_saved_folder_names_its_own_files(tmp_path):
 
 @pytest.mark.parametrize("name", ["chat_template", "truncation", "max_length"])
 def test_a_record_does_not_replace_the_template(tmp_path, name):
-    path = tmp_path / "data.jsonl"
     record = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {name: 1}}
-    path.write_text(json.dumps(record))
+    path = write_lines(tmp_path / "data.jsonl", [record])
     with pytest.raises(DataError, match=f"record 0 .*sets {name}, which would replace"):
         tokens_of(path)
 

@@ -22,6 +22,8 @@ from longctx.model.load import load_config, load_model, load_tokenizer, take_cha
 from longctx.model.tiny import tiny_config, tiny_tokenizer
 from longctx.untrusted import confined
 from longctx.untrusted.confined import Bounds, Confined, OutOfBounds
+from tests.data.tables import write_table
+from tests.jsonl import write_lines
 
 
 @pytest.fixture
@@ -50,17 +52,11 @@ OFFSETS = struct.pack("<iii", 0, 777, 1554)
 TABLE = pa.table({"text": ["a" * 777, "b" * 777]})
 
 
-def write_arrow(path: Path, table: pa.Table) -> Path:
-    with pa.ipc.new_stream(str(path), table.schema) as writer:
-        writer.write_table(table)
-    return path
-
-
 @pytest.mark.parametrize("offsets", [(0, 777, 2**31 - 1), (0, -500_000_000, 1554), (0, 1554, 777)])
 def test_forged_offsets_are_refused(tmp_path, offsets):
     """They crashed the process, or put its memory into the tokens."""
     datasets.Dataset(TABLE).save_to_disk(str(tmp_path / "saved"))
-    write_arrow(tmp_path / "data.arrow", TABLE)
+    write_table(tmp_path / "data.arrow", TABLE)
     forge_offsets(tmp_path / "saved" / "data-00000-of-00001.arrow", *offsets)
     forge_offsets(tmp_path / "data.arrow", *offsets)
     for place in ("saved", "data.arrow"):
@@ -78,7 +74,7 @@ def test_a_cache_beside_the_data_is_not_read(tmp_path):
     (ours,) = cache_folder().glob("tokens-*.arrow")
     features = datasets.Features(input_ids=datasets.List(datasets.Value("int32")))
     forged = datasets.Dataset.from_dict({"input_ids": [[999_999]]}, features=features)
-    write_arrow(folder / f"cache-{ours.stem.removeprefix('tokens-')}.arrow", forged.data.table)
+    write_table(folder / f"cache-{ours.stem.removeprefix('tokens-')}.arrow", forged.data.table)
     ours.unlink()
     found = tokenize_records(load_records(str(folder)), tiny_tokenizer(), vocab_size=10)
     assert found["input_ids"] == expected["input_ids"] == [[1, 2, 3]]
@@ -273,61 +269,30 @@ RFIND = "{% set t = 'b' * 20000000 %}{% for i in range(999) %}{{ (t ~ 'a' ~ t).r
         ("{{ messages[0]['content'] * 120000 }}", "it (ran|asked) for more than"),  # 120 MB of text
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages[0]['content'].__init__.__globals__ }}", "unsafe"),
+        ("{{ '{0.__class__.__mro__}'.format('') }}", "unsafe"),
+        ("{{ messages[0].update({'content': 'x'}) }}", "unsafe"),
+        ("{% include '/etc/passwd' %}", "no loader for this environment"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "maximum recursion depth"),
     ],
 )
 def test_templates_come_to_an_end_and_reach_nothing(tmp_path, one_second, template, message):
-    path, place = tmp_path / "data.jsonl", r"(record 0 .*|cannot be rendered: )"
-    path.write_text(json.dumps({"messages": MESSAGES}))
+    path, place = write_lines(tmp_path / "data.jsonl", [{"messages": MESSAGES}]), r"(record 0 |cannot be rendered: ).*"
     with pytest.raises(DataError, match=place + message):
-        tokenize_records(load_records(str(path)), tiny_tokenizer(), chat_template=template)
+        tokenize_records(load_records(path), tiny_tokenizer(), chat_template=template)
     if template == ENDLESS:
         with pytest.raises(DataError, match=place + message):
-            list(tokenize_stream(stream_records(str(path)), tiny_tokenizer(), chat_template=template))
-
-
-UNSAFE = "is unsafe"
-NO_LOADER = "no loader for this environment"
-ESCAPES = {
-    "{{ ''|attr('__class__') }}": "",
-    "{{ ''['__class__'] }}{{ messages.__class__ }}{{ messages|map(attribute='__class__')|join }}": "",
-    "{{ self._TemplateReference__context }}{{ self.__init__ }}{{ raise_exception.__globals__ }}": "",
-    "{{ os }}{{ open }}{{ config }}{{ __builtins__ }}": "",
-    "{{ '{0.__class__.__mro__}'.format('') }}": UNSAFE,
-    "{{ '{x.__class__.__mro__}'.format_map({'x': 1}) }}": UNSAFE,
-    "{{ cycler.__init__.__globals__ }}": UNSAFE,
-    "{{ lipsum.__globals__['os'].popen('id').read() }}": UNSAFE,
-    "{{ messages.append(messages[0]) }}": UNSAFE,
-    "{{ messages[0].update({'content': 'x'}) }}": UNSAFE,
-    "{% include '/etc/passwd' %}": NO_LOADER,
-    "{% import 'os' as os %}": NO_LOADER,
-    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "maximum recursion depth",
-    "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}": "maximum recursion depth",
-}
-
-
-@pytest.mark.parametrize("escape", ESCAPES, ids=lambda escape: escape[:60])
-def test_a_template_sees_nothing_but_its_variables(tmp_path, escape):
-    """What the template reaches for renders as nothing, or the record is refused."""
-    records = datasets.Dataset.from_list([{"messages": [{"role": "user", "content": "ab"}]}])
-    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}[" + escape + "]"
-    if not ESCAPES[escape]:
-        (ids,) = tokenize_records(records, tiny_tokenizer(), chat_template=template)["input_ids"]
-        assert tiny_tokenizer().decode(ids) == "ab[]"
-    else:
-        with pytest.raises(DataError, match=rf"record 0 .*{ESCAPES[escape]}"):
-            tokenize_records(records, tiny_tokenizer(), chat_template=template)
+            list(tokenize_stream(stream_records(path), tiny_tokenizer(), chat_template=template))
 
 
 def test_a_loop_in_the_generation_block_comes_to_an_end(tmp_path, one_second):
     """It is rendered once more for the assistant's tokens, and first by TRL's check of the template."""
-    path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps({"messages": MESSAGES}))
+    path = write_lines(tmp_path / "data.jsonl", [{"messages": MESSAGES}])
     template = "{% generation %}" + ENDLESS + "{% endgeneration %}"
     with pytest.raises(DataError, match=r"the chat template cannot be rendered: it ran for more than"):
-        tokenize_records(load_records(str(path)), tiny_tokenizer(), chat_template=template, assistant_only_loss=True)
+        tokenize_records(load_records(path), tiny_tokenizer(), chat_template=template, assistant_only_loss=True)
     template = "{% generation %}{% if 'b' in messages[0]['content'] %}" + ENDLESS + "{% endif %}x{% endgeneration %}"
     with pytest.raises(DataError, match=r"record 0 .*it ran for more than"):
-        tokenize_records(load_records(str(path)), tiny_tokenizer(), chat_template=template, assistant_only_loss=True)
+        tokenize_records(load_records(path), tiny_tokenizer(), chat_template=template, assistant_only_loss=True)
 
 
 def tokenizer(normalizer=None, pre_tokenizer=None) -> PreTrainedTokenizerFast:
@@ -355,20 +320,18 @@ SLOW = ("b" * 18 + "a") * 5000  # backtracks through half a million ways at each
 )
 def test_tokenizers_come_to_an_end_and_the_record_is_named(tmp_path, one_second, made, text, message):
     """Among records that it can encode."""
-    path = tmp_path / "data.jsonl"
-    path.write_text("\n".join(json.dumps({"text": text}) for text in ("a", "a", "a", text, "a")))
+    path = write_lines(tmp_path / "data.jsonl", [{"text": each} for each in ("a", "a", "a", text, "a")])
     with pytest.raises(DataError, match=rf"record 3 .*the tokenizer cannot encode it: {message}"):
-        tokenize_records(load_records(str(path)), made)
+        tokenize_records(load_records(path), made)
     if "failed" in message:
         with pytest.raises(DataError, match=rf"data.jsonl:4: the tokenizer cannot encode it: {message}"):
-            list(tokenize_stream(stream_records(str(path)), made, place=lambda record: f"data.jsonl:{record + 1}"))
+            list(tokenize_stream(stream_records(path), made, place=lambda record: f"data.jsonl:{record + 1}"))
 
 
 def test_a_tokenizer_in_worker_processes_comes_to_an_end(tmp_path, one_second):
-    path = tmp_path / "data.jsonl"
-    path.write_text("\n".join(json.dumps({"text": text}) for text in ("a", "a", "b" * 40 + "a", "a")))
+    path = write_lines(tmp_path / "data.jsonl", [{"text": text} for text in ("a", "a", "b" * 40 + "a", "a")])
     with pytest.raises(DataError, match=r"record 2 .*it failed"):
-        tokenize_records(load_records(str(path)), BACKTRACKS, num_proc=2)
+        tokenize_records(load_records(path), BACKTRACKS, num_proc=2)
 
 
 def test_a_tokenizer_that_panics_is_refused(folder, monkeypatch):

@@ -22,15 +22,13 @@ _STARTS = {"subprocess.Popen", "os.exec", "os.fork", "os.forkpty", "os.posix_spa
 
 _counts: MutableSequence[int] = [0] * len(NAMES)
 _folder = ""
-_until: str | None = None
-"""The name of the Python function before whose call the process ends."""
 _proc = -1
 
 
-def start(folder: str, until: str | None = None) -> None:
+def start(folder: str) -> None:
     """Count from here on, in this process and in those that it forks."""
-    global _folder, _until
-    _folder, _until = folder, until
+    global _folder
+    _folder = folder
     _begin()
     os.register_at_fork(after_in_child=_begin)
     atexit.register(stop)
@@ -76,9 +74,6 @@ def _begin() -> None:
 def _count_call(frame: FrameType, event: str, argument: Any) -> None:
     if event == "call":
         _counts[PYTHON] += 1
-        if frame.f_code.co_name == _until:
-            stop()
-            os._exit(0)
     elif event == "c_call":
         _counts[C] += 1
 

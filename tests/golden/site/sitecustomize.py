@@ -7,4 +7,4 @@ if "GOLDEN_COUNTS" in os.environ:
     import counter
 
     sys.modules["bitsandbytes"] = None  # type: ignore[assignment]  # libraries would import it where it is installed
-    counter.start(os.environ["GOLDEN_COUNTS"], os.environ.get("GOLDEN_COUNTS_UNTIL"))
+    counter.start(os.environ["GOLDEN_COUNTS"])
