@@ -44,10 +44,13 @@ from longctx.training.trainer import SequenceTrainer
 from longctx.upstream.accelerate_internals import configure_fsdp, fsdp2_plugin
 
 
-def load(prepared: PreparedRun) -> PreTrainedModel:
+def load(prepared: PreparedRun, *, whole: bool = False) -> PreTrainedModel:
     """Choose among the attention kernels that were asked for, and read the weights, on all ranks together.
 
     On FSDP2, weights are on the meta device, except for rank 0's where ranks cannot read their rows by themselves.
+
+    Args:
+        whole: whether rank 0 has to have all values of them.
 
     Raises:
         ValueError: if they cannot be read.
@@ -76,7 +79,8 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
     else:
         how = "every rank reads its own rows of the weights"
         model = on_all_ranks(partial(read, has_values=False))
-        obstacle = obstacle_to_adapting_rows(settings) or on_all_ranks(lambda: obstacle_to_rows(model, name, revision))
+        obstacle = "it takes a step by itself" if whole else obstacle_to_adapting_rows(settings)
+        obstacle = obstacle or on_all_ranks(lambda: obstacle_to_rows(model, name, revision))
         if obstacle is not None:
             how = f"rank 0 reads all weights and sends the other ranks their rows, since {obstacle}"
             model = on_all_ranks(lambda: read() if rank == 0 else model)

@@ -94,7 +94,7 @@ def load_layers(run: Run, prepared: PreparedRun) -> PreTrainedModel:
     with unpartitioned():  # rank 0 runs the same weights by itself
         if _is_without_weights(Path(run.settings["model_name_or_path"])):
             return on_all_ranks(lambda: _random_weights(prepared.run.model_config))
-        return load(prepared)
+        return load(prepared, whole=True)
 
 
 def _is_without_weights(folder: Path) -> bool:
