@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -127,79 +126,37 @@ def timed(function: Callable[[], Any], repeats: int) -> tuple[Any, list[float]]:
     return result, seconds
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanRow:
-    """One line of the plan table."""
-
-    documents: int
-    distribution: str
-    capacity: int
-    packs: int
-    bound: int
-    packs_per_batch: int | None
-    """Packs when each 1,000 documents are packed alone."""
-    seconds: list[float]
-    trl_seconds: float | None
-    same_fills: bool | None
-    bytes_per_document: float
-
-    def cells(self) -> list[str]:
-        median = float(np.median(self.seconds))
-        more = None if self.packs_per_batch is None else self.packs_per_batch / self.packs - 1
-        return [
-            f"{self.documents:,}",
-            self.distribution,
-            f"{self.capacity:,}",
-            f"{self.packs:,}",
-            f"{self.packs - self.bound:+,} ({self.packs / self.bound - 1:.3%})",
-            "" if more is None else f"{more:+.1%}",
-            f"{median * 1e3:,.1f} ({min(self.seconds) * 1e3:,.1f}–{max(self.seconds) * 1e3:,.1f})",
-            "" if self.trl_seconds is None else f"{self.trl_seconds * 1e3:,.0f}",
-            "" if self.trl_seconds is None else f"{self.trl_seconds / median:,.0f}×",
-            "" if self.same_fills is None else ("yes" if self.same_fills else "NO"),
-            f"{self.bytes_per_document:.2f}",
-        ]
+PLAN_HEADER = ["documents", "lengths", "L", "packs", "over bound", "per 1,000", "plan ms (min–max)", "TRL ms", "ratio"]
+PLAN_HEADER += ["TRL's fills", "bytes/doc"]
 
 
-PLAN_HEADER = [
-    "documents",
-    "lengths",
-    "L",
-    "packs",
-    "over bound",
-    "per 1,000",
-    "plan ms (min–max)",
-    "TRL ms",
-    "ratio",
-    "TRL's fills",
-    "bytes/doc",
-]
-
-
-def measure_plan(documents: int, name: str, capacity: int, *, repeats: int, with_trl: bool) -> PlanRow:
+def measure_plan(documents: int, name: str, capacity: int, *, repeats: int, with_trl: bool) -> list[str]:
     """Plan one case with longctx, and with TRL if asked; documents longer than a pack are cut to it."""
     rng = np.random.default_rng([documents, capacity])
     lengths = np.minimum(DISTRIBUTIONS[name](rng, documents, capacity), capacity)
     packing, seconds = timed(lambda: pack(lengths, capacity), repeats)
-    trl_seconds, same, per_batch = None, None, None
+    packs, bound, median = len(packing), lower_bound(lengths, capacity), float(np.median(seconds))
+    per_batch = trl_ms = ratio = fills = ""
     if with_trl:
         bins, trl_seconds = trl_plan(lengths, capacity)
         theirs = np.sort([int(b["length"]) for b in bins])
-        same = bool(np.array_equal(theirs, np.sort(packing.fills(lengths))))
+        fills = "yes" if np.array_equal(theirs, np.sort(packing.fills(lengths))) else "NO"
         batches = np.split(lengths, range(TRL_BATCH, documents, TRL_BATCH))
-        per_batch = sum(len(pack(batch, capacity)) for batch in batches)
-    return PlanRow(
-        documents=documents,
-        distribution=name,
-        capacity=capacity,
-        packs=len(packing),
-        bound=lower_bound(lengths, capacity),
-        packs_per_batch=per_batch,
-        seconds=seconds,
-        trl_seconds=trl_seconds,
-        same_fills=same,
-        bytes_per_document=packing.nbytes / documents,
-    )
+        per_batch = f"{sum(len(pack(batch, capacity)) for batch in batches) / packs - 1:+.1%}"
+        trl_ms, ratio = f"{trl_seconds * 1e3:,.0f}", f"{trl_seconds / median:,.0f}×"
+    return [
+        f"{documents:,}",
+        name,
+        f"{capacity:,}",
+        f"{packs:,}",
+        f"{packs - bound:+,} ({packs / bound - 1:.3%})",
+        per_batch,
+        f"{median * 1e3:,.1f} ({min(seconds) * 1e3:,.1f}–{max(seconds) * 1e3:,.1f})",
+        trl_ms,
+        ratio,
+        fills,
+        f"{packing.nbytes / documents:.2f}",
+    ]
 
 
 def write_documents(folder: str, capacity: int, packs: int) -> tuple[Any, Packing]:
@@ -236,15 +193,7 @@ def measure_rows(capacity: int, packs: int) -> tuple[list[float], list[float]]:
     return our_seconds, trl_seconds
 
 
-ROW_HEADER = [
-    "L",
-    "rows",
-    "longctx ms (p10–p90)",
-    "TRL ms (p10–p90)",
-    "ratio of medians",
-    "Mtokens/s",
-    "TRL Mtokens/s",
-]
+ROW_HEADER = ["L", "rows", "longctx ms (p10–p90)", "TRL ms (p10–p90)", "ratio of medians", "Mtokens/s", "TRL Mtokens/s"]
 
 
 def row_cells(capacity: int, ours: list[float], theirs: list[float]) -> list[str]:
@@ -286,8 +235,8 @@ def main(arguments: list[str] | None = None) -> None:
         for name in options.lengths:
             for capacity in options.capacity:
                 with_trl = documents <= options.trl_documents
-                row = measure_plan(documents, name, capacity, repeats=options.repeats, with_trl=with_trl)
-                print(page.row(row.cells()), flush=True)
+                cells = measure_plan(documents, name, capacity, repeats=options.repeats, with_trl=with_trl)
+                print(page.row(cells), flush=True)
 
 
 if __name__ == "__main__":

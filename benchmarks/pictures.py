@@ -67,9 +67,8 @@ def max_length_picture(path: Path, bars: Sequence[Bar], *, title: str, note: str
     """Draw the longest sequences as bars from 0, side by side for each number of devices.
 
     Raises:
-        ValueError: without a bar, for a backend that has no colour, for two bars in one place, without matplotlib.
+        ValueError: without matplotlib.
     """
-    _check(bars, [(bar.backend, bar.devices) for bar in bars])
     figure = _figure(width=max(6.0, 2.0 + 0.5 * (len(bars) + len({bar.devices for bar in bars}))), height=4.6)
     axes = figure.subplots()
     lengths = [bar.length for bar in bars if bar.length]
@@ -114,9 +113,8 @@ def seconds_per_step_picture(path: Path, points: Sequence[Point], *, title: str,
     Sequences that do not fit are crosses in a strip above.
 
     Raises:
-        ValueError: without a point, for a backend that has no colour, for two points in one place, without matplotlib.
+        ValueError: without matplotlib.
     """
-    _check(points, [(point.backend, point.devices, point.length) for point in points])
     from matplotlib.ticker import LogLocator, NullLocator
 
     panels = sorted({point.devices for point in points})
@@ -194,16 +192,6 @@ def _panel(axes: Axes, points: Sequence[Point]) -> None:
                 )
     axes.grid(color="0.9")
     axes.set_axisbelow(True)
-
-
-def _check(items: Sequence[Bar] | Sequence[Point], places: Sequence[tuple[Any, ...]]) -> None:
-    if not items:
-        raise ValueError("There is nothing to draw: give at least one backend on one number of devices.")
-    if unknown := sorted({item.backend for item in items} - BACKEND_LOOKS.keys()):
-        raise ValueError(f"Backends {', '.join(unknown)} have no colour. Use {', '.join(BACKEND_LOOKS)}.")
-    if len(set(places)) < len(places):
-        twice = next(place for place in places if places.count(place) > 1)
-        raise ValueError(f"{' '.join(map(str, twice))} is given twice. Give each place one value.")
 
 
 def _figure(*, width: float, height: float) -> Figure:

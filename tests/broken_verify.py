@@ -1,9 +1,8 @@
-"""`longctx.verify` with one thing of longctx broken on purpose: the environment variable BREAK says what."""
+"""`longctx.verify` with one thing of longctx broken on purpose."""
 
 from __future__ import annotations
 
 import io
-import os
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -88,10 +87,3 @@ def verify_broken(broken, arguments):
     globals()[f"break_{broken}"]()
     sys.__stdout__ = io.StringIO()
     return verify.main(arguments), sys.__stdout__.getvalue()
-
-
-if __name__ == "__main__":
-    if broken := os.environ.get("BREAK"):
-        globals()[f"break_{broken}"]()
-    verify.VERIFY = replace(verify.VERIFY, module="tests.broken_verify")
-    sys.exit(verify.main())

@@ -6,6 +6,7 @@ Each function runs in a process of its own, which takes the package from the fol
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 from dataclasses import replace
 from typing import Any
@@ -21,12 +22,21 @@ from longctx.recurrent.layers import DELTA_ATTENTION, DELTA_RULE, delta_rule_lay
 from tests import triton_on_cpu
 from tests.model import test_models
 from tests.model.test_models import make_model
+from tests.recurrent.cases import alone, recurrent_delta_rule
 
 MODELS = {"qwen3_next": DELTA_RULE, "qwen3_5_text": DELTA_RULE, "kimi_linear": DELTA_ATTENTION}
 """Models, and the function of transformers that they call."""
 
-LENGTHS = {"several chunks": (70, 1, 59), "whole chunks": (64, 128), "one token each": (1, 1, 1), "one": (130,)}
-"""Tokens of the documents of a row; the kernels work on 64 at a time."""
+ROWS = {
+    "several chunks": ((70, 1, 59), (16, 16)),
+    "whole chunks": ((64, 128), (16, 16)),
+    "one token each": ((1, 1, 1), (16, 16)),
+    "one": ((130,), (16, 16)),
+    "other sizes": ((70, 1, 59), (24, 40)),
+    "more than a block": ((70, 1, 59), (80, 72)),
+}
+"""Tokens of the documents of a row, of which the kernels take 64 at a time; sizes of a head's keys and of its values,
+where a kernel's blocks have 16, 32 or 64."""
 HEADS = {
     "a key head of their own": (2, 2, False),
     "a key head for two": (1, 2, False),
@@ -34,43 +44,12 @@ HEADS = {
     "a decay of every key channel": (2, 2, True),
 }
 """Key heads, value heads, and whether every key channel has a decay."""
-SIZES = {"narrow": (16, 16), "other sizes": (24, 40), "more than a block": (80, 72)}
-"""Of a head's keys and of its values; a kernel's blocks have 16, 32 or 64."""
 
 
 def load(folder: str) -> None:
     """Make the package one that transformers finds, before it imports the modules of models."""
     triton_on_cpu.install()
     sys.path.insert(0, folder)
-
-
-def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """The gated delta rule (arXiv 2412.06464, equation 10), one token after the other, with a state for each head.
-
-    With decays of key channels, it is Kimi Delta Attention (arXiv 2510.26692, equation 1).
-
-    Args:
-        q, k: [1, S, K, D]
-        v: [1, S, V, E]; V a multiple of K.
-        g, beta: [1, S, V], the logarithm of the decay and the strength of writing; g also [1, S, V, D].
-
-    Returns:
-        [1, S, V, E]
-    """
-    shared = v.shape[2] // k.shape[2]
-    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-    q, k = (x[0].repeat_interleave(shared, dim=1) for x in (q * q.shape[-1] ** -0.5, k))
-    out, at = [], 0
-    for length in lengths:
-        state = q.new_zeros(v.shape[2], k.shape[-1], v.shape[-1])
-        for t in range(at, at + length):
-            state = state * g[0, t].exp().reshape(v.shape[2], -1, 1)
-            read = torch.einsum("hd,hde->he", k[t], state)
-            written = beta[0, t][:, None] * (v[0, t] - read)
-            state = state + k[t][:, :, None] * written[:, None, :]
-            out.append(torch.einsum("hd,hde->he", q[t], state))
-        at += length
-    return torch.stack(out)[None]
 
 
 def _inputs(lengths, heads, sizes, dtype: torch.dtype) -> list[Tensor]:
@@ -82,22 +61,24 @@ def _inputs(lengths, heads, sizes, dtype: torch.dtype) -> list[Tensor]:
     return [q.to(dtype), k.to(dtype), v.to(dtype), -(1.5 * g).exp(), beta.sigmoid().to(dtype)]
 
 
-def kernels(folder: str) -> dict[tuple[str, str, str, str], tuple[float, ...]]:
-    """{(lengths, heads, sizes, dtype): relative errors of the output and of dq, dk, dv, dg and dbeta}."""
+def kernels(folder: str) -> dict[tuple[str, str, str], tuple[float, ...]]:
+    """{(row, heads, dtype): relative errors of the output and of dq, dk, dv, dg and dbeta}."""
     load(folder)
     found = {}
-    for (of, lengths), (shared, heads), (wide, sizes) in _problems():
+    for (row, (lengths, sizes)), (shared, heads) in itertools.product(ROWS.items(), HEADS.items()):
+        if heads[0] != heads[1] and row != "several chunks":
+            continue
         rule = _rule("kimi_linear" if heads[2] else "qwen3_next")
         for dtype in (torch.float32, torch.bfloat16):
             inputs = _inputs(lengths, heads, sizes, dtype)
             given = [x.clone().requires_grad_() for x in inputs]
             exact = [x.double().requires_grad_() for x in inputs]
             out = gated_delta._in_one_call(rule, given, np.array(lengths))[0]
-            wanted = recurrence(*exact, lengths)
+            wanted = alone(lambda *document: recurrent_delta_rule(*document)[0], exact, list(lengths))
             upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
             results = (out, *torch.autograd.grad(out, given, upstream))
             references = (wanted, *torch.autograd.grad(wanted, exact, upstream.double()))
-            found[of, shared, wide, str(dtype)] = tuple(map(_error, results, references))
+            found[row, shared, str(dtype)] = tuple(map(_error, results, references))
     return found
 
 
@@ -108,19 +89,6 @@ def _rule(model: str) -> gated_delta.Rule:
 
 def _layer(model: str) -> torch.nn.Module:
     return delta_rule_layers(make_model(model), MODELS[model])[0]
-
-
-def _problems():
-    """Every kind of documents, of heads and of sizes, each beside the first of the others; all, with a channel's."""
-    kinds = [list(kind.items()) for kind in (LENGTHS, HEADS, SIZES)]
-    for heads in (kinds[1][0], kinds[1][-1]):
-        first = [kinds[0][0], heads, kinds[2][0]]
-        yield tuple(first)
-        for i in (0, 2):
-            for case in kinds[i][1:]:
-                yield (*first[:i], case, *first[i + 1 :])
-    for heads in kinds[1][1:-1]:
-        yield (kinds[0][0], heads, kinds[2][0])
 
 
 def _error(actual: Tensor, exact: Tensor) -> float:

@@ -141,15 +141,8 @@ def agreements() -> dict[str, tuple[bool, bool]]:
 
     sound, device = loss_kernel.fused_losses, torch.device("cpu")
 
-    def without_smoothing(*args, label_smoothing, **kwargs):
-        return sound(*args, label_smoothing=0.0, **kwargs)
-
     def without_cap(*args, scaling, **kwargs):
         return sound(*args, scaling=scaling._replace(softcap=None), **kwargs)
-
-    def without_top1(*args, **kwargs):
-        losses, log_probs, entropies, are_top1, means = sound(*args, **kwargs)
-        return losses, log_probs, entropies, torch.zeros_like(are_top1), means
 
     def with_rounded_gradient(products, *args, **kwargs):
         results = sound(products, *args, **kwargs)
@@ -165,9 +158,7 @@ def agreements() -> dict[str, tuple[bool, bool]]:
     found = {}
     for name, kernel in {
         "sound": sound,
-        "without smoothing": without_smoothing,
         "without the cap": without_cap,
-        "without top-1 tokens": without_top1,
         "with a rounded gradient": with_rounded_gradient,
         "with neighbours in odd vocabularies": with_neighbours_in_odd_vocabularies,
         "failing": failing,
@@ -181,10 +172,6 @@ def agreements() -> dict[str, tuple[bool, bool]]:
 
 def compiled() -> dict[tuple[str, int, bool], list[str]]:
     """{(kernel, compute capability, whether capped): the kinds of code that Triton's compiler makes}."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from longctx.layers import loss_kernel
 
     pointers = {"products": "*bf16", "targets": "*i64", "of_targets": "*bf16", "are_top1": "*i1"}
@@ -198,12 +185,23 @@ def compiled() -> dict[tuple[str, int, bool], list[str]]:
                 constants = {name: constants[name] for name in kernel.arg_names if name in constants}
                 of_names = pointers | scalars | dict.fromkeys(constants, "constexpr")
                 signature = {name: of_names[name] for name in kernel.arg_names}
-                source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
                 options = {"num_warps": loss_kernel.NUM_WARPS}
-                code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-                assert f".target sm_{capability}" in code.asm["ptx"]
-                made[kernel.__name__, capability, capped] = sorted(code.asm)
+                made[kernel.__name__, capability, capped] = compile_for(
+                    capability, kernel, signature, constants, options
+                )
     return made
+
+
+def compile_for(capability: int, kernel, signature: dict, constants: dict, options: dict) -> list[str]:
+    """The kinds of code that Triton's compiler makes of a kernel for GPUs of this compute capability."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert f".target sm_{capability}" in code.asm["ptx"]
+    return sorted(code.asm)
 
 
 def step() -> tuple[float, float, list[str]]:

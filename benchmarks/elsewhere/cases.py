@@ -140,14 +140,6 @@ def window_trainings() -> list[Training]:
     return [Training(situation=situation, rows=[alone, alone], degrees={"sp_size": 2}, zero_stage=3)]
 
 
-def packed_case(model: str) -> Iterator[Row]:
-    yield from training_rows(packed_trainings(), model)
-
-
-def weighting_case(model: str) -> Iterator[Row]:
-    yield from training_rows(weighting_trainings(), model)
-
-
 def window_case(model: str) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         layers = {"layer_types": ["sliding_attention"] * 2, "max_window_layers": 0}
@@ -272,8 +264,8 @@ def count_packs(*, capacity: int) -> dict[str, int]:
 
 CASES: dict[str, Callable[[str], Iterator[Row]]] = {
     "logits": logits_case,
-    "packed": packed_case,
-    "weighting": weighting_case,
+    "packed": lambda model: training_rows(packed_trainings(), model),
+    "weighting": lambda model: training_rows(weighting_trainings(), model),
     "window": window_case,
     "recurrent": recurrent_case,
     "mask": mask_case,

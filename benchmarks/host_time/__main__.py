@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks import host_time, page
 
-from .page import figures, owners, ratios, text_of
+from .page import figures, ratios, text_of
 from .race import HERE, LAYOUTS, LOG_STEPS, MODES, ROOT, TRL, Case, cloned, race
 
 
@@ -29,7 +29,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each trainer after each start")
     parser.add_argument("--starts", type=int, default=5, help="of every process")
     parser.add_argument("--against", nargs="*", default=[], metavar="COMMIT", help="also train with these trees")
-    parser.add_argument("--owners", type=int, default=0, metavar="N", help="print the N functions that call most")
     parser.add_argument("--output", type=Path, help="also write the page here")
     options = parser.parse_args(arguments)
     if options.steps < LOG_STEPS or options.steps * options.starts < 2 * LOG_STEPS:
@@ -42,14 +41,12 @@ def main(arguments: list[str] | None = None) -> int:
     with cloned(options.against) as others:
         trees = {HERE: ROOT, **others, TRL: ROOT}
         for case in cases(options.layouts, options.modes, options.workers):
-            turns = race(case, trees, options.steps, options.starts, with_owners=options.owners > 0)
+            turns = race(case, trees, options.steps, options.starts)
             contestants += (rows := [*figures(case, turns)])
             for row, words in ratios(case, turns, next(iter(others), None)):
                 pairs.append(row)
                 said += words
                 rows += [row, *words]
-            for name, of in turns.items():
-                rows += owners(name, of.owned, options.owners)
             print(*rows, sep="\n", file=sys.stderr, flush=True)
             text = text_of(command, contestants, pairs, said, options.steps, options.starts)
             if options.output:

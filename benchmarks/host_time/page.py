@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
@@ -114,13 +113,6 @@ def ratios(case: Case, turns: Mapping[str, Turns], oldest: str | None) -> Iterat
             for name, most in asked.items()
         ]
         yield page.row(cells), said
-
-
-def owners(name: str, turns: Sequence[Turn], number: int) -> Iterator[str]:
-    """Yield lines with the calls of a step, by those that make most."""
-    total: Counter[str] = sum((Counter(turn[0]["owners"]) for turn in turns), Counter())
-    for owner, count in total.most_common(number):
-        yield f"{name:10} {count / len(turns):9,.1f} {owner}"
 
 
 CONTESTANTS = ["layout", "checkpoints", "workers", "trainer", "calls", "Python's", "worker's", "processor ms"]

@@ -56,26 +56,22 @@ class Turns(NamedTuple):
     """To warm up; their losses are compared."""
     timed: list[Turn]
     counted: list[Turn]
-    owned: list[Turn]
-    """Whose calls are counted by who makes them."""
 
 
-def race(
-    case: Case, trees: Mapping[str, Path], steps: int, starts: int, *, with_owners: bool = False
-) -> dict[str, Turns]:
+def race(case: Case, trees: Mapping[str, Path], steps: int, starts: int) -> dict[str, Turns]:
     """Return the turns of each contestant, over all starts of its processes.
 
     Args:
         trees: of each name; that of TRL has the functions that start the stock trainer on the CPU.
         steps: timed steps of each contestant after each start.
     """
-    turns = {name: Turns([], [], [], []) for name in trees if name != TRL or LAYOUTS[case.layout].has_trl}
+    turns = {name: Turns([], [], []) for name in trees if name != TRL or LAYOUTS[case.layout].has_trl}
     for _ in range(starts):
-        _run(case, trees, steps, turns, with_owners)
+        _run(case, trees, steps, turns)
     return turns
 
 
-def _run(case: Case, trees: Mapping[str, Path], steps: int, turns: Mapping[str, Turns], with_owners: bool) -> None:
+def _run(case: Case, trees: Mapping[str, Path], steps: int, turns: Mapping[str, Turns]) -> None:
     """Start all contestants, and add the turns that they take."""
     with tempfile.TemporaryDirectory() as work, ExitStack() as started:
         folder = Path(work)
@@ -88,11 +84,10 @@ def _run(case: Case, trees: Mapping[str, Path], steps: int, turns: Mapping[str, 
             started.callback(contestants[-1].stop)
         for contestant in contestants:
             contestant.wait_until_started()
-        owned = LOG_STEPS if with_owners else 0
-        for place, number in enumerate((LOG_STEPS, steps, LOG_STEPS, owned)):
+        for place, number in enumerate((LOG_STEPS, steps, LOG_STEPS)):
             for step in range(number):
                 for contestant in contestants[:: 1 if step % 2 else -1]:
-                    turn = contestant.step(("step", "step", "count", "own")[place])
+                    turn = contestant.step(("step", "step", "count")[place])
                     turns[contestant.name][place].append(turn)
 
 

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
-from collections import Counter
-from functools import cache
 from multiprocessing import RawArray
 from multiprocessing.connection import Client, Connection
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
@@ -22,19 +19,8 @@ from transformers import Trainer, TrainerCallback
 
 WORKER = ("python", "c", "seconds", "fetched", "counted", "is_counting")
 """What a loader's worker and the main process tell each other. Calls are those of counted micro-batches alone."""
-OWNERS = (
-    r"transformers/models/\w+",
-    r"transformers/(?:trainer|optimization|masking)\w*",
-    r"trl/\w+",
-    r"accelerate/\w+",
-    r"deepspeed",
-    r"torch/(?:optim|distributed|utils/checkpoint|utils/data|autograd/graph)",
-)
-"""Parts of libraries for which calls are counted."""
 _calls = [0, 0]
 """Python functions and C functions."""
-_owners: Counter[str] = Counter()
-_stack: list[str] = []
 
 
 class Turns(TrainerCallback):
@@ -51,16 +37,14 @@ class Turns(TrainerCallback):
         seconds = map(float.__sub__, _clocks(), self._began)
         turn = dict(zip(("wall", "thread", "process", "python", "c"), (*seconds, *_calls), strict=True))
         worker = dict(zip(WORKER, self.worker, strict=True))
-        self.connection.send(turn | {"losses": self.losses, "worker": worker, "owners": dict(_owners)})
+        self.connection.send(turn | {"losses": self.losses, "worker": worker})
         how = self.connection.recv()
         if how == "stop":
             os._exit(0)
         self.losses, _calls[:] = [], [0, 0]
-        _owners.clear()
-        _stack[:] = ["the rest"]
         self.worker[-1] = how == "count"
         self._began = _clocks()
-        sys.setprofile({"step": None, "count": _count, "own": _own}[how])
+        sys.setprofile(_count if how == "count" else None)
 
 
 def _clocks() -> list[float]:
@@ -72,24 +56,6 @@ def _count(frame: FrameType, event: str, argument: Any) -> None:
         _calls[0] += 1
     elif event == "c_call":
         _calls[1] += 1
-
-
-def _own(frame: FrameType, event: str, argument: Any) -> None:
-    """Count a call for the function of longctx, or the part of a library, that is the innermost one under way."""
-    if event == "call":
-        _stack.append(_owner(frame.f_code) or _stack[-1])
-    if event in ("call", "c_call"):
-        _owners[_stack[-1]] += 1
-    elif event == "return" and len(_stack) > 1:
-        _stack.pop()
-
-
-@cache
-def _owner(code: CodeType) -> str | None:
-    if found := re.search(r"/(longctx/(?!benchmarks)[\w/]+\.py)$", code.co_filename):
-        return f"{found[1]} {code.co_qualname}"
-    found = re.search(f"/site-packages/({'|'.join(OWNERS)})", code.co_filename)
-    return found and f"{found[1]} {code.co_qualname}"
 
 
 def _take_part(turns: Turns) -> None:

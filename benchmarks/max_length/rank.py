@@ -75,8 +75,7 @@ def run_task(task: Task) -> dict[str, Any]:
     allocated, reserved, host, *_ = PeakMemory.here(torch.device("cpu" if task.use_cpu else "cuda"))
     if watch.tracer is not None:
         trace = watch.tracer.trace()
-        allocated, report["by_category"] = trace.peak_bytes, trace.by_category
-        report["offloaded"] = trace.host_peak_bytes
+        allocated, report["offloaded"] = trace.peak_bytes, trace.host_peak_bytes
     return report | {
         "seconds": watch.seconds,
         "allocated": allocated,

@@ -72,11 +72,7 @@ def simulate(shape: RunShape, micro_batches: Sequence[Sequence[RingWork]], machi
         shape: degrees, engine and memory options; whether it fits in memory is not checked.
         micro_batches: [accumulation][world_size / sp], `RingWork.of` the documents of each group, whose rows are
             flattened to one, for `shape.ring` ranks. All have equally many tokens.
-
-    Raises:
-        ValueError: if there is not one row for every group, for its ring and of the same length.
     """
-    _check(shape, micro_batches)
     length = micro_batches[0][0].num_tokens // shape.rows
     distinct = {id(work): work for rows in micro_batches for work in rows}
     groups = {key: _sequence_group(shape, length, work, machine) for key, work in distinct.items()}
@@ -140,21 +136,3 @@ def _least_seconds(
     each = sum(tokenwise_seconds(shape, length, machine.speeds)) + recurrent_seconds(shape, length, machine)
     launched = float(launch_seconds(shape, machine.speeds))
     return max(len(micro_batches) * each + attended, len(micro_batches) * launched)
-
-
-def _check(shape: RunShape, micro_batches: Sequence[Sequence[RingWork]]) -> None:
-    groups = shape.world_size // shape.sp
-    counts = {len(rows) for rows in micro_batches}
-    if counts != {groups}:
-        raise ValueError(
-            f"Micro-batches of {', '.join(map(str, sorted(counts))) or 'no'} rows do not suit {groups} groups "
-            f"({shape.world_size} devices / sp {shape.sp}). Give each group one."
-        )
-    rings = {len(work.pairs) for rows in micro_batches for work in rows}
-    lengths = {work.num_tokens for rows in micro_batches for work in rows}
-    if rings != {shape.ring}:
-        raise ValueError(f"Rows planned for rings of {sorted(rings)} do not suit ring {shape.ring}. Plan them for it.")
-    if len(lengths) > 1 or lengths.pop() % shape.rows:
-        raise ValueError(
-            f"Rows have to have equally many tokens, a multiple of {shape.rows} rows each, as training pads them."
-        )

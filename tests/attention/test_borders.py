@@ -23,7 +23,7 @@ from longctx.sequence.mesh import ParallelDims
 from longctx.settings.machine_checks import LARGEST_INT32, check_row_length
 from longctx.training.metrics import StepMetrics
 from longctx.training.trainer import SequenceTrainer
-from tests.attention.test_attention import KINDS, dense_attention, make_inputs, relative_error, sharded_case, subgroups
+from tests.attention.test_attention import KINDS, dense_results, errors_of_run, sharded_case, subgroups
 from tests.reference import layout_of
 from tests.workers import run_ranks
 
@@ -44,14 +44,10 @@ PACKS = {
 @pytest.mark.parametrize("pack", PACKS)
 def test_windows_of_documents_that_are_about_as_long(pack, window):
     lengths = PACKS[pack]
-    *inputs, grad = make_inputs(lengths, (4, 2), torch.float64)
-    actual, expected = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
-    out = varlen_attention(*(x[None] for x in actual), np.cumsum([0, *lengths]), kind=AttentionKind(window=window))
-    wanted = dense_attention(*expected, lengths, AttentionKind(window=window))
-    for result in (out[0], wanted):
-        result.backward(grad)
-    assert relative_error(out[0].detach(), wanted.detach()) <= TOLERANCE
-    assert max(relative_error(a.grad, e.grad) for a, e in zip(actual, expected, strict=True)) <= TOLERANCE
+    kind, heads = AttentionKind(window=window), (4, 2)
+    expected = dense_results(tuple(lengths), heads, torch.float64, kind, has_sinks=False)
+    run = partial(varlen_attention, cu_seqlens=np.cumsum([0, *lengths]), kind=kind)
+    assert max(errors_of_run(run, expected, lengths, heads, torch.float64)) <= TOLERANCE
 
 
 def test_kernels_are_chosen_by_whether_there_is_a_window_or_a_cap(monkeypatch):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,7 +23,16 @@ from longctx.policy import PolicyLoss
 from longctx.ring.planner import plan_ring
 from longctx.sequence.batch import PLAIN, AttentionKind
 from longctx.sequence.mesh import SequenceGroups
-from tests.attention.test_attention import TOLERANCE, factorisations, make_inputs, padded, relative_error, subgroups
+from tests.attention.test_attention import (
+    TOLERANCE,
+    errors_of_run,
+    factorisations,
+    masked_attention,
+    padded,
+    relative_error,
+    results_of_run,
+    subgroups,
+)
 from tests.layers.test_log_probs import dense_log_probs, dense_model
 from tests.reference import layout_of
 from tests.workers import run_ranks
@@ -68,19 +78,12 @@ def visible(cu_seqlens, branch_starts):
 def dense(pack, multiple, kind, has_sinks):
     """out, dq, dk, dv (and dsinks) of all tokens."""
     cu_seqlens, starts = tree(pack, multiple)
-    *inputs, grad = make_inputs([int(cu_seqlens[-1])], HEADS, torch.float64)
-    q, k, v = (x.requires_grad_() for x in inputs)
-    sinks = torch.linspace(-2, 3, HEADS[0], dtype=torch.float64).requires_grad_() if has_sinks else None
-    keys, values = (x.repeat_interleave(HEADS[0] // HEADS[1], dim=0) for x in (k, v))
-    scores = q @ keys.transpose(1, 2) / q.shape[-1] ** 0.5
-    if kind.softcap is not None:
-        scores = kind.softcap * torch.tanh(scores / kind.softcap)
-    scores = scores.masked_fill(~visible(cu_seqlens, starts), float("-inf"))
-    if sinks is not None:
-        scores = torch.cat((scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)), dim=-1)
-    out = scores.softmax(-1)[..., : keys.shape[1]] @ values
-    out.backward(grad)
-    return [out.detach(), q.grad, k.grad, v.grad, *([sinks.grad] if has_sinks else [])]
+    seen = visible(cu_seqlens, starts)
+
+    def run(q, k, v, sinks):
+        return masked_attention(q, k, v, seen, q.shape[-1] ** -0.5, kind.softcap, sinks)[0]
+
+    return results_of_run(run, [len(seen)], HEADS, torch.float64, has_sinks)
 
 
 def attention_of(backend, degrees, cu_seqlens, starts, kind, **options):
@@ -114,18 +117,10 @@ def all_cases():
     for (pack, documents), (name, (kind, has_sinks)) in itertools.product(PACKS.items(), KINDS.items()):
         expected = dense(documents, 2 * world_size, kind, has_sinks)
         cu_seqlens, starts = tree(documents, 2 * world_size)
-        *inputs, grad = make_inputs([int(cu_seqlens[-1])], HEADS, torch.float64)
         for backend, degrees, options in cases_of(world_size):
             mine, attend = attention_of(backend, degrees, cu_seqlens, starts, kind, **options)
-            local = [x[:, mine][None].clone().requires_grad_() for x in inputs]
-            sinks = torch.linspace(-2, 3, HEADS[0], dtype=torch.float64).requires_grad_() if has_sinks else None
-            out = attend(*local, scale=None, sinks=sinks)
-            out.backward(grad[:, mine][None])
-            found = [out, *(x.grad for x in local)]
-            case = [relative_error(r[0], e[:, mine]) for r, e in zip(found, expected[:4], strict=True)]
-            if has_sinks:
-                dist.all_reduce(sinks.grad)
-                case.append(relative_error(sinks.grad, expected[4]))
+            run = partial(attend, scale=None)
+            case = errors_of_run(run, expected, cu_seqlens[-1:], HEADS, torch.float64, mine)
             errors[backend, degrees, *options, pack, name] = max(case)
     return errors
 
@@ -143,17 +138,11 @@ def test_every_backend_equals_dense_attention_over_the_tree(world_size):
 def test_one_device_equals_dense_attention_over_the_tree(pack, kind):
     kind, has_sinks = KINDS[kind]
     cu_seqlens, starts = tree(PACKS[pack], 8)
-    *inputs, grad = make_inputs([int(cu_seqlens[-1])], HEADS, torch.float64)
-    local = [x[None].requires_grad_() for x in inputs]
-    sinks = torch.linspace(-2, 3, HEADS[0], dtype=torch.float64).requires_grad_() if has_sinks else None
     segments = layout_of(cu_seqlens, starts).segments
     schedule = LocalSchedule(cu_seqlens, kind, segments)
-    out = attend(schedule, *local, sinks=sinks)
-    out.backward(grad[None])
-    found = [out, *(x.grad for x in local)]
     expected = dense(PACKS[pack], 8, kind, has_sinks)
-    for actual, right in zip(found, expected, strict=False):
-        assert relative_error(actual[0], right) <= TOLERANCE[torch.float64]
+    errors = errors_of_run(partial(attend, schedule), expected, cu_seqlens[-1:], HEADS, torch.float64)
+    assert max(errors) <= TOLERANCE[torch.float64]
     pairs = sum(int((part.num_queries * part.num_keys).sum()) for part in schedule.parts[1:])
     pairs += int((schedule.parts[0].num_queries * (schedule.parts[0].num_queries + 1) // 2).sum())
     assert pairs == layout_of(cu_seqlens, starts).work(0) == int(visible(cu_seqlens, starts).sum())

@@ -14,14 +14,11 @@ from longctx.attention.kernels.varlen import AtenFlashKernel
 from longctx.layers.chunked.copies import synchronize
 from longctx.layers.loss import _add_product
 from longctx.recurrent import gated_delta
+from tests.attention.test_attention import relative_error
 from tests.attention.test_kernel_choice import aten_on_cpu  # noqa: F401
 
 BOUND = 1.6e-2
 """The error that `longctx.attention.kernels.check` allows in bf16."""
-
-
-def error(actual, expected):
-    return float((actual.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.usefixtures("aten_on_cpu")
@@ -37,7 +34,7 @@ def test_the_varlen_kernel_takes_the_scale_that_it_is_given(window):
     grads = kernel.backward(grad, *inputs, out, lse, entries, 0.05)
     expected_grads = DenseKernel().backward(grad.double(), *exact, *expected, entries, 0.05)
     for actual, wanted in zip((out, lse, *grads), (*expected, *expected_grads), strict=True):
-        assert error(actual, wanted) <= BOUND
+        assert relative_error(actual, wanted) <= BOUND
 
 
 @pytest.mark.usefixtures("aten_on_cpu")
@@ -52,7 +49,7 @@ def test_the_varlen_kernel_goes_backward_through_a_part_of_the_queries(monkeypat
     exact = [x.double() for x in (grad, *inputs, out, lse)]
     monkeypatch.setattr(choose, "choose_kernel", lambda *_: DenseKernel())
     expected = block_backward(*exact, entries, 0.1)
-    assert max(error(actual, wanted) for actual, wanted in zip(grads, expected, strict=True)) <= BOUND
+    assert max(relative_error(actual, wanted) for actual, wanted in zip(grads, expected, strict=True)) <= BOUND
 
 
 class OnCuda(torch.Tensor):

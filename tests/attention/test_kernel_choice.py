@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import subprocess
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +16,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longctx.attention.kernels import DenseKernel, Inputs, block_forward, blockwise, check, choose, flash_attn
+from longctx.attention.kernels import DenseKernel, Inputs, block_forward, blockwise, choose, flash_attn
 from longctx.attention.kernels.check import disagreement, disagreement_elsewhere, make_entries, make_inputs
 from longctx.attention.kernels.choose import candidates, choose_kernel, first_exact
 from longctx.attention.kernels.cudnn import CudnnKernel
 from longctx.attention.kernels.efficient import MemoryEfficientKernel
-from longctx.attention.kernels.flash_attn import FlashAttention2, FlashAttention3
+from longctx.attention.kernels.flash_attn import FlashAttention2
 from longctx.attention.kernels.varlen import AtenFlashKernel
 from tests.attention.flash_stand_ins import (
     STAND_INS,
@@ -45,16 +44,6 @@ def test_flash_attention_adapters_are_exact(kernel, case):
     queries_per_key, dtype, capped = case
     adapter = kernel("stand-in", STAND_INS[kernel])
     assert disagreement(adapter, Inputs(CPU, dtype, 64, queries_per_key, windowed=True, capped=capped)) is None
-
-
-def test_other_signatures_are_passed_over(caplog):
-    """flash_attn_3 before 2025-08 had one argument for the window: a line in the log, no misread number."""
-
-    def before(q, k, v, *, causal, window_size=(-1, -1)):
-        raise AssertionError("not reached")
-
-    old = FlashAttention3("3.0.0b1", SimpleNamespace(_flash_attn_forward=before, _flash_attn_backward=before))
-    assert "TypeError" in disagreement(old, Inputs(CPU, torch.bfloat16, 64, 1))
 
 
 def efficient_scores(q, k, bias, is_causal, scale):
@@ -287,24 +276,6 @@ def test_a_library_is_checked_in_a_process_of_its_own(kind, tmp_path, monkeypatc
     assert not kernel.is_loaded
 
 
-def test_a_process_without_a_result_is_given_up(monkeypatch):
-    def without_end(*_, timeout, **__):
-        raise subprocess.TimeoutExpired("python", timeout)
-
-    monkeypatch.setattr(check.subprocess, "run", without_end)
-    found = disagreement_elsewhere(FlashAttention2("2.8.3"), Inputs(CPU, torch.bfloat16, 64, 2))
-    assert found == "a process that checked it had no result after 600 s"
-
-
-def test_only_libraries_are_checked_elsewhere(monkeypatch):
-    monkeypatch.setattr(choose, "disagreement_elsewhere", lambda kernel, *_: f"{kernel.name} elsewhere")
-    monkeypatch.setattr(choose, "disagreement", lambda kernel, *_: f"{kernel.name} here")
-    inputs = Inputs(CPU, torch.bfloat16, 64)
-    kernels = FlashAttention2("2.8.3"), AtenFlashKernel(), FlashAttention2("2.8.3", STAND_INS[FlashAttention2])
-    found = [choose._disagreement(kernel, inputs) for kernel in kernels]
-    assert found == ["flash-attn 2.8.3 elsewhere", "aten varlen flash here", "flash-attn 2.8.3 here"]
-
-
 def test_without_another_kernel_long_sequences_are_refused(monkeypatch):
     """Forward and backward, before the scores take memory; blocks of queries under a window are no square."""
     monkeypatch.setattr(blockwise, "DENSE_TOKENS", 96)
@@ -329,13 +300,6 @@ def test_without_another_kernel_long_sequences_are_refused(monkeypatch):
                     call()
             else:
                 call()
-
-
-def test_windows_are_compared_only_where_they_are_asked_for(monkeypatch):
-    monkeypatch.setattr(FlashAttention2, "fits", lambda *_: True)
-    kernel = FlashAttention2("no windows", SimpleNamespace(**WRONG["window ignored"]))
-    assert first_exact([kernel], Inputs(CPU, torch.bfloat16, 64, 1)) is kernel
-    assert isinstance(first_exact([kernel], Inputs(CPU, torch.bfloat16, 64, 1, windowed=True)), DenseKernel)
 
 
 ORDER = {
@@ -406,34 +370,6 @@ def test_cudnn_takes_long_documents_that_are_alone(monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
     assert calls == [("cuDNN", "backward"), ("aten varlen flash", "backward")]
-
-
-def test_cudnn_plans_only_for_shapes_that_recur_and_for_so_many(monkeypatch):
-    """A ring's blocks have other shapes with every pack; the layers of one batch share its entries."""
-    for kernel in (CudnnKernel, AtenFlashKernel):
-        monkeypatch.setattr(kernel, "fits", lambda *_: True)
-        monkeypatch.setattr(kernel, "forward", lambda self, *_: self.name)
-    monkeypatch.setattr(choose, "disagreement", lambda *_: None)
-    monkeypatch.setattr(choose, "LONG_DOCUMENT", 64)
-    monkeypatch.setattr(choose, "MAX_PLANS", 2)
-    monkeypatch.setattr(choose, "REMEMBERED_SHAPES", 3)
-    chosen = first_exact([CudnnKernel(), AtenFlashKernel()], Inputs(CPU, torch.bfloat16, 16, 1))
-
-    def by(entries):
-        return chosen.forward(*[torch.empty(0)] * 3, entries, 1.0)
-
-    first, others = make_entries([(10, 64)], False), [make_entries([(10, 64)], False) for _ in range(2)]
-    assert [by(first) for _ in range(36)] == ["aten varlen flash"] * 36
-    assert chosen.operator(first) is not None
-    assert [by(entries) for entries in others] == ["cuDNN"] * 2
-    assert chosen.operator(others[0]) is not None
-    assert by(first) == "cuDNN"  # its backward pass, maybe: there is a plan
-    passing = [make_entries([(11, keys)], False) for keys in range(64, 164)]
-    assert {by(entries) for entries in passing} == {"aten varlen flash"}
-    assert len(chosen._first) == 3
-    assert by(make_entries([(11, 64)], False)) == "aten varlen flash"  # forgotten meanwhile
-    again = [by(make_entries([(11, keys)], False)) for keys in (162, 163)]
-    assert again == ["cuDNN", "aten varlen flash"]  # the second would be a third plan
 
 
 def test_dtypes_and_head_sizes_that_no_kernel_knows_are_refused():

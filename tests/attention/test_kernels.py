@@ -18,12 +18,11 @@ from longctx.attention.kernels import (
     blockwise,
     choose_kernel,
 )
-from longctx.attention.kernels.check import disagreement, make_entries, make_inputs, why_not_exact
+from longctx.attention.kernels.check import make_entries, make_inputs, why_not_exact
 from longctx.attention.kernels.entries import Inputs, upload
+from tests.attention.test_attention import TOLERANCE, masked_attention, relative_error
 
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
-# Sums of some hundred terms in another order. The bounds users are promised.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 DOCUMENTS = [(n, n) for n in (150, 1, 1, 700, 64, 5)]
 # (queries, keys) of each entry. LED has more keys than queries, as shards have that hold the end of a document.
@@ -54,21 +53,6 @@ def visible_pairs(sizes, causal, window):
             stop = kv_end - num_queries + i + 1 if causal else kv_end
             visible[q_end - num_queries + i, max(kv_end - num_keys, stop - (window or stop)) : stop] = True
     return visible
-
-
-def masked_attention(q, k, v, visible, scale, softcap=None):
-    """The reference, written on its own: one softmax over all keys, differentiable."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.transpose(2, 3) * scale
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible, float("-inf"))
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
-
-
-def relative_error(actual, expected):
-    """Against the reference's norm; against that of ones, an input's, where it vanishes (dq of a single key)."""
-    actual, expected = actual.detach().double(), expected.detach()
-    return float((actual - expected).norm() / (expected.norm() or expected.numel() ** 0.5))
 
 
 class SmallCallsKernel(CappedDenseKernel):
@@ -108,26 +92,6 @@ def test_kernels_equal_masked_attention(case, heads, softcap):
         actual = (out, lse, *kernel.backward(grad, *inputs, out, lse, entries, 0.3))
         errors = [relative_error(a, w) for a, w in zip(actual, wanted, strict=True)]
         assert max(errors) <= tolerance, (kernel.name, dtype, errors)
-
-
-@pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("kernel", [CpuFlashKernel(), DenseKernel()], ids=lambda kernel: kernel.name)
-def test_backward_of_a_part_of_a_wider_softmax(kernel, window):
-    """With the out and lse of attention to more keys, the gradients are those of the wider softmax."""
-    entries, visible = make_entries(LED, True, window), visible_pairs(LED, True, window)
-    *inputs, grad = make_inputs(LED, HEADS["GQA"], 16, torch.float64)
-    wider = [torch.cat((x, y[:, :, :50]), dim=2) for x, y in zip(inputs[1:], inputs[:0:-1], strict=True)]
-    reference = [x.clone().requires_grad_() for x in (inputs[0], *wider)]
-    more = torch.cat((visible, torch.ones(len(visible), 50, dtype=torch.bool)), dim=1)
-    out, lse = masked_attention(*reference, more, 0.3)
-    out.backward(grad)
-    full = make_entries([(len(visible), 50)], False)
-    added = [x[:, :, -50:] for x in wider]
-    part = kernel.backward(grad, *inputs, out.detach(), lse.detach(), entries, 0.3)
-    rest = kernel.backward(grad, inputs[0], *added, out.detach(), lse.detach(), full, 0.3)
-    actual = [part[0] + rest[0], *(torch.cat(pair, dim=2) for pair in zip(part[1:], rest[1:], strict=True))]
-    for got, wanted in zip(actual, (x.grad for x in reference), strict=True):
-        assert relative_error(got, wanted) <= 1e-12
 
 
 def test_bfloat16_sums_blocks_in_fp32(monkeypatch):
@@ -193,18 +157,6 @@ def test_boundaries_for_varlen_kernels():
     assert (varlen.cu_seqlens_q.tolist(), varlen.cu_seqlens_k.tolist()) == ([0, 3, 4], [0, 7, 9])
     assert (varlen.max_seqlen_q, varlen.max_seqlen_k, varlen.causal) == (3, 7, True)
     assert (varlen.window_size_left, varlen.window_size_right) == (3, 0)
-
-
-def test_a_kernel_is_checked_inside_of_a_checkpointed_layer():
-    """The check has a backward pass of its own, for which the layer must not be recomputed."""
-    found = []
-
-    def layer(x):
-        found.append(disagreement(choose_kernel(Inputs(x.device, x.dtype, 8)), Inputs(x.device, x.dtype, 8)))
-        return x.square()
-
-    torch.utils.checkpoint.checkpoint(layer, torch.ones(2, requires_grad=True), use_reentrant=False)
-    assert found == [None]
 
 
 def test_an_error_that_is_no_number_is_none_of_an_exact_kernel():

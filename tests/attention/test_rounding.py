@@ -6,7 +6,6 @@ lie at the middle of two. So kernels, which round a block's results to bf16, giv
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -25,7 +24,6 @@ from longctx.layers.chunked.copies import Copies
 from longctx.layers.chunked.tiles import ParameterGradients
 from longctx.layers.loss import TokenOutputs, fused_token_outputs, token_losses
 from longctx.model.tiny import tiny_model
-from longctx.recurrent.layers import delta_rule_layers
 from longctx.ring import plan_ring, ring_attention
 from longctx.ring.attention import ring_schedule
 from longctx.sequence.batch import PLAIN, AttentionKind
@@ -33,8 +31,7 @@ from longctx.sequence.shard import cut
 from longctx.training.metrics import StepMetrics
 from longctx.ulysses.head_chunks import HeadChunks, _Heads
 from longctx.ulysses.stages import head_stages
-from tests.attention.test_attention import make_inputs
-from tests.model.test_models import make_batch, make_model
+from tests.attention.test_attention import make_inputs, out_and_gradients
 from tests.reference import layout_of
 from tests.workers import run_ranks
 
@@ -68,10 +65,7 @@ def exact_blocks(monkeypatch):
 
 def run_and_differentiate(run, inputs, grad):
     """out, dq, dk, dv [heads, T, D] of `run`, given [heads, T, D]."""
-    leaves = [x[None].clone().requires_grad_() for x in inputs]
-    out = run(*leaves)
-    out.backward(grad[None])
-    return [out.detach()[0], *(x.grad[0] for x in leaves)]
+    return [x[0] for x in out_and_gradients(run, *(x[None] for x in (*inputs, grad)))]
 
 
 def check_rounded_once(actual, inputs, grad, lengths, window=None):
@@ -149,15 +143,6 @@ def test_stages_and_blocks_compute_nothing_in_bf16():
     with Arithmetic() as arithmetic:
         host_attention(*(x[None] for x in inputs), cu_seqlens, 16, grad[None], torch.zeros(16))
     assert not arithmetic.found
-
-
-@pytest.mark.usefixtures("exact_blocks")
-def test_sums_over_stages_are_kept_in_fp32():
-    """Sixteen query heads that share a key/value head, one at a time: their gradients of keys and values add up."""
-    *inputs, grad = make_inputs(LENGTHS, (16, 1), BF16)
-    stages = HeadChunks(LocalSchedule(np.cumsum([0, *LENGTHS])), 1, split_queries=True)
-    actual = run_and_differentiate(partial(attend, stages), inputs, grad)
-    check_rounded_once(actual, inputs, grad, LENGTHS)
 
 
 def test_gradients_of_copies_are_added_up_in_fp32():
@@ -280,23 +265,3 @@ def test_tokens_of_a_step_are_counted_exactly():
         shard = cut({"input_ids": tokens, "labels": tokens}, layout, 0)
         metrics.add(shard=shard, correct=nothing, entropy=nothing)
     assert metrics.tokens_so_far() == 2**24 + 3
-
-
-def test_decays_of_gated_delta_layers_are_fp32(monkeypatch):
-    """Rounded, a decay would be off by its power over a document. Against the formula, of the gates as projected."""
-    model, sequence = longctx.parallelize(make_model("qwen3_5_text").to(BF16), sp=1)
-    [layer] = delta_rule_layers(model)
-    functions, gates, decays = sys.modules[type(layer).__module__], [], []
-    rule = functions.torch_chunk_gated_delta_rule
-
-    def recorded(*args, g, **kwargs):
-        decays.append(g)
-        return rule(*args, g=g, **kwargs)
-
-    monkeypatch.setattr(functions, "torch_chunk_gated_delta_rule", recorded)
-    layer.in_proj_a.register_forward_hook(lambda module, args, out: gates.append(out))
-    with torch.no_grad():
-        model(**sequence.shard(make_batch()).inputs)
-    gate, bias, rate = (x.detach().double() for x in (gates[0], layer.dt_bias, layer.A_log))
-    expected = -rate.exp() * torch.nn.functional.softplus(gate + bias)
-    torch.testing.assert_close(torch.cat(decays, dim=1).double(), expected, rtol=1e-5, atol=1e-5)

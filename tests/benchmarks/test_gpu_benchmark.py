@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu`: what is measured next, what its page says, and all of it on a soft GPU."""
+"""`python -m benchmarks.gpu`: its page, the constants that it refits, and all of it on a soft GPU."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu.__main__ import RESULTS, main
-from benchmarks.gpu.catalogue import OURS, QUICK, SEARCHED, SLICES, Catalogue
+from benchmarks.gpu.catalogue import QUICK, SLICES, Catalogue
 from benchmarks.gpu.page import PAGE, write_page
-from benchmarks.gpu.probes import overlap
 from benchmarks.gpu.refit import changes, constants_of, number, refit, write
 from longctx.forecast.cost import cost
 from longctx.machine.here import Machine
@@ -64,87 +62,6 @@ REFITTED = {
 @pytest.fixture
 def catalogue(tmp_path):
     return Catalogue(QUICK, tmp_path / "work")
-
-
-def outcome(probe, status="ok", **found):
-    return {"kind": probe.slice, "name": probe.name, "status": status, **found, **probe.about}
-
-
-@pytest.mark.long
-def test_what_is_measured_is_not_measured_again(catalogue):
-    lines = [DEVICE]
-    first = next(catalogue.left(lines, SLICES))
-    assert first.key == ("speeds", "measured")
-    lines.append(outcome(first))
-    assert next(catalogue.left(lines, SLICES)).slice == "steps"
-    left = [probe.slice for probe in catalogue.left(lines, SLICES)]
-    assert list(dict.fromkeys(left)) == ["steps", "kernels", "loss", "memory_options", "longest", "ring"]
-    assert len({probe.key for probe in catalogue.left(lines, SLICES)}) == len(left)
-
-
-@pytest.mark.long
-def test_the_search_ends_near_the_longest_sequence(catalogue):
-    """Sequences of up to 300 tokens train; of TRL's, none."""
-    lines = [DEVICE]
-    while probe := next(catalogue.left(lines, ["longest"]), None):
-        fits = probe.about["way"] in OURS and probe.argument.length <= 300
-        lines.append(outcome(probe, "ok" if fits else "oom", allocated=1e6 * probe.argument.length))
-    tried = {way: {line["length"]: line["status"] for line in lines if line.get("way") == way} for way in SEARCHED}
-    for way in SEARCHED:
-        if way in OURS:
-            assert tried[way][256] == "ok"
-            assert tried[way][320] == "oom"
-        else:
-            assert tried[way][64] == "oom"
-    assert len(lines) <= 25
-
-
-def test_copies_hide_where_a_kernel_computes_at_the_same_time():
-    """Copies from 0 to 10, twice from 20 to 30, and from 40 to 50 µs; kernels from 5 to 22 and 26 to 41."""
-
-    def event(kind, start, end, name="k"):
-        return {"cat": kind, "ts": start, "dur": end - start, "name": name}
-
-    events = [
-        event("gpu_memcpy", 0, 10, "Memcpy HtoD (Pinned -> Device)"),
-        event("gpu_memcpy", 20, 30, "Memcpy DtoH (Device -> Pinned)"),
-        event("gpu_memcpy", 22, 28, "Memcpy HtoD (Pinned -> Device)"),
-        event("gpu_memcpy", 40, 50, "Memcpy DtoH (Device -> Pinned)"),
-        event("gpu_memcpy", 60, 90, "Memcpy DtoD (Device -> Device)"),
-        event("kernel", 5, 12),
-        event("kernel", 11, 22),
-        event("kernel", 26, 41),
-        event("cpu_op", 0, 100),
-    ]
-    assert overlap(events) == {"copied_seconds": pytest.approx(30e-6), "hidden": pytest.approx((5 + 2 + 4 + 1) / 30)}
-    assert overlap(events[-2:]) == {"copied_seconds": 0, "hidden": None}
-
-
-def test_the_page_puts_predicted_beside_measured(catalogue, tmp_path):
-    step = {"kind": "steps", "model": "tiny", "length": 64, "status": "ok", "seconds": [9.0, 9.0, 1.0, 2.0, 3.0]}
-    ours = step | {"name": "ours", "way": "balanced", "allocated": 3 * 2**30, "predicted_bytes": 3.3 * 2**30}
-    trl = step | {"name": "trl", "way": "TRL", "allocated": 2**30, "seconds": [9.0, 9.0, 5.0]}
-    liger = trl | {"name": "liger", "way": "TRL, Liger", "seconds": [9.0, 9.0, 3.0]}
-    checked = {"kind": "checks", "name": "c", "status": "ok", "passed": 7, "failed": 1, "failures": ["tests/a.py::b"]}
-    broken = {"kind": "ring", "name": "2 ranks", "status": "fail", "error": "ValueError: no"}
-    loss = {"kind": "loss", "name": "l", "status": "ok", "way": "kernel", "vocabulary": 151_936, "tokens": 1792}
-    loss |= {"seconds": 1.5e-3, "logits_per_second": 181.5e9}
-    write_page(tmp_path, catalogue, [DEVICE, SPEEDS_LINE, KERNEL_LINE, checked, loss, ours, trl, liger, broken])
-    page = (tmp_path / PAGE).read_text()
-    known = {name: constant.value for name, constant in TABLE.constants["H100"].items()}  # a refit changes them
-    link, parts = known["host_link"], (known["flash-attn 2 forward"], known["flash-attn 2 backward"])
-    assert f"| copies to and from the host, GB/s | {link / 1e9:.3g} | 25 | {25e9 / link:.2f} |" in page
-    predicted = " / ".join(f"{part * 989:.0f}" for part in parts)
-    assert f"| aten varlen flash | one document | 4,096 | 494 / 396 | 50% / 40% | {predicted} |" in page
-    assert "| 151,936 | 1,792 | kernel | 1.5 | 182 |" in page
-    row = next(line for line in page.splitlines() if line.startswith("| tiny | 64 | balanced | 2 |"))
-    assert row.endswith("| 3.00 | 3.30 | +10% | 2.50 | 1.50 |")
-    assert "every model type: 7 passed, 1 failed.\n\n- failed: `tests/a.py::b`" in page
-    assert "- ring: 2 ranks: fail, ValueError: no" in page
-    was = TABLE.constants["H100"]["matmul_part"]
-    assert f"| H100 matmul_part | {number(was.value)} | 0.5 | {was.source} |" in page
-    assert f"| H100 flash-attn 2 forward | {number(parts[0])} | 0.5 |" in page
-    assert "closed form: median 0.909" in page
 
 
 def forecast(catalogue, path, device="H100"):
@@ -252,32 +169,6 @@ def test_a_kernel_that_the_table_lacks_on_this_gpu_is_added():
     assert added.before is None
     assert str(added).startswith("H100 flash-attn 4 forward: nothing -> 0.5 (")
     assert PEAK_FLOPS["H100"] == 989e12
-
-
-@pytest.mark.long
-def test_plan_forecasts_with_what_the_flag_has_written(tmp_path):
-    """In a copy of the package, whose table the flag rewrites; the old table gives the old plan again."""
-    root = Path(__file__).parents[2]
-    for name in ("longctx", "benchmarks"):
-        left_out = shutil.ignore_patterns("__pycache__", "results")
-        shutil.copytree(root / name, tmp_path / name, symlinks=True, ignore=left_out)
-    table = tmp_path / "longctx" / "machine" / FILE.name
-
-    def run(*arguments):
-        command = [sys.executable, "-m", *arguments]
-        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=300).stdout
-
-    def plan():
-        flags = ("--memory", "balanced", "--lengths", "32768", "--json")
-        return json.loads(run("longctx.plan", "--model_name_or_path", "tiny", "--gpus", "2", *flags))
-
-    before, old = plan(), table.read_bytes()
-    told = run("benchmarks.gpu", "--refit", "--output", results(tmp_path / "gpu", MEASURED))
-    assert f"{len(REFITTED)} constants of {table} have changed" in told
-    after = plan()
-    assert after != before
-    table.write_bytes(old)
-    assert plan() == before
 
 
 @pytest.mark.long

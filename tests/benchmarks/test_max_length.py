@@ -77,30 +77,6 @@ def test_ends_with_a_bracket_where_longer_rows_may_train_and_shorter_not(seed, g
     assert fails is None or (not outcomes[fails] and fails - fits <= max(1, 0.02 * fits))
 
 
-@settings(deadline=None)
-@given(limit=st.integers(2000, 1 << 26), error=st.floats(0.992, 1.008))  # below, whole lengths are coarser than that
-def test_two_tries_do_where_the_guess_is_right(limit, error) -> None:
-    assert len(search(lambda length: length <= limit, lambda _: error * limit)) == 2
-
-
-@settings(deadline=None)
-@given(limit=st.integers(1000, 1 << 26), error=st.floats(0.5, 2.0))
-def test_three_tries_do_where_the_first_tells_what_was_wrong(limit, error) -> None:
-    def guess(outcomes):
-        return limit if outcomes else error * limit
-
-    assert len(search(lambda length: length <= limit, guess)) <= 3
-
-
-def test_a_guess_that_is_always_a_little_short_is_given_up() -> None:
-    assert len(search(lambda length: length <= 10**7, lambda outcomes: 1.001 * bracket(outcomes).fits + 1)) < 50
-
-
-def test_a_guess_just_above_what_fits_is_followed() -> None:
-    outcomes, shape = {528: True, 1024: False}, {"multiple": 8, "precision": 0.02, "longest": 1 << 20}
-    assert next_length(outcomes, guess=540, **shape) == 536  # and not the middle
-
-
 # results.jsonl
 
 
@@ -142,10 +118,6 @@ def test_two_sweeps_do_not_write_one_folder(tmp_path) -> None:
 # Groups of processes
 
 
-def _report(_):
-    return {"rank": int(os.environ["RANK"]), "of": int(os.environ["WORLD_SIZE"]), "told": os.environ["TOLD"]}
-
-
 def _hang(folder):
     """With a process of its own, as a rank may have workers."""
     subprocess.Popen(["sh", "-c", "touch $0; sleep 600; :", f"{folder}/{os.environ['RANK']}"])
@@ -166,30 +138,19 @@ def _end(how):
     os._exit(3)
 
 
-def run(function, argument, tmp_path, *, processes=2, timeout=60.0):
-    environment = {"TOLD": "this"}
-    return run_group(processes, function, argument, environment=environment, folder=tmp_path / "r", timeout=timeout)
+def run(function, argument, tmp_path, *, timeout=60.0):
+    return run_group(2, function, argument, environment={}, folder=tmp_path / "r", timeout=timeout)
 
 
-def test_every_rank_reports(tmp_path) -> None:
-    ending = run(_report, None, tmp_path, processes=3)
-    assert (ending.status, ending.error) == ("ok", "")
-    assert list(ending.reports) == [{"rank": rank, "of": 3, "told": "this"} for rank in range(3)]
-
-
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "status", "error"),
     [
-        pytest.param("allocate", "oom", "MemoryError", marks=pytest.mark.long),
-        pytest.param("raise", "fail", "RuntimeError: the first sentence$", marks=pytest.mark.long),
-        pytest.param("leave", "fail", "rank 1 ended with exit code 3", marks=pytest.mark.long),
-        pytest.param(
-            signal.SIGKILL,
-            "oom",
-            "rank 1 was killed, as the kernel does when memory is used up",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(signal.SIGSEGV, "fail", "rank 1 ended with SIGSEGV", marks=pytest.mark.long),
+        ("allocate", "oom", "MemoryError"),
+        ("raise", "fail", "RuntimeError: the first sentence$"),
+        ("leave", "fail", "rank 1 ended with exit code 3"),
+        (signal.SIGKILL, "oom", "rank 1 was killed, as the kernel does when memory is used up"),
+        (signal.SIGSEGV, "fail", "rank 1 ended with SIGSEGV"),
     ],
 )
 def test_a_rank_that_ends_is_told_from_one_without_memory(tmp_path, how, status, error) -> None:
@@ -382,6 +343,8 @@ def test_the_folder_of_another_sweep_is_refused_by_what_differs(undisturbed) -> 
         (["--memory_budget_gib", "nan"], "--memory_budget_gib nan is not above 0"),
         (["--max_length", "1"], "--max_length 1 is below 2"),
         (["--document_lengths", "/nowhere.csv"], "--document_lengths /nowhere.csv is not a file"),
+        (["--minutes", "0"], "--minutes 0.0 is not above 0"),
+        (["--compare", "trl", "--document_lengths", __file__], "TRL spreads one document over devices, not several"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(tmp_path, capsys, flags, message) -> None:

@@ -230,19 +230,6 @@ def test_a_sweep_that_is_out_of_time_ends_with_3_and_prints_its_summary(tmp_path
     assert "### longctx bench: tiny on CPU" in printed.out
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--minutes", "0"], "--minutes 0.0 is not above 0"),
-        (["--backends", "ring", "trl"], "--backends trl is not known. Use some of ulysses, ring"),
-        (["--compare", "trl", "--document_lengths", __file__], "TRL spreads one document over devices, not several"),
-    ],
-)
-def test_flags_that_cannot_be_compared_or_timed_are_refused(tmp_path, capsys, flags, message) -> None:
-    assert main(["--output", str(tmp_path / "sweep"), *flags]) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.long
 def test_a_real_sweep_is_compared_with_trl_cut_and_continued(tmp_path) -> None:
     flags = ["--gpus", "2", "--backends", "ring", "--compare", "trl", "--lengths", "64", "--steps", "2"]

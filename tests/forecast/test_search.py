@@ -185,31 +185,6 @@ def test_within_2_percent_the_fewest_options_come_first_and_of_as_many_the_least
     assert found == [lean, simple, fastest, slow, full, over, far_over]
 
 
-@pytest.mark.parametrize(("length", "is_plain"), [(131072, False), (393216, True)])
-def test_a_run_has_no_options_if_that_costs_at_most_2_percent(shapes, length, is_plain, monkeypatch) -> None:
-    best, *others = search(shapes, MACHINE, length)
-    plain = search(shapes, MACHINE, length, memory="balanced")[0]
-    for one in others:
-        if one.cost.level == best.cost.level and one.cost.speed > best.cost.speed:
-            assert (len(one.asked), one.cost.host_bytes) >= (len(best.asked), best.cost.host_bytes)
-    monkeypatch.setattr(search_module, "A_TIE", 1.0)
-    fastest = search(shapes, MACHINE, length)[0]
-    assert (plain.cost.level == 0 and plain.cost.speed * A_TIE >= fastest.cost.speed) == is_plain
-    assert (not best.asked) == is_plain
-
-
-def test_speed_falls_continuously_with_the_length(shapes) -> None:
-    """No cliff, as between two presets: 10% more tokens take the same speed per token, or at most 14% off it.
-
-    Attention's share of a token's work grows with the length, by at most a tenth here.
-    """
-    ulysses = [shape for shape in shapes if str(shape.arrangement) == "ulysses 8"]
-    found: list[Choice] = [search(ulysses, MACHINE, int(32768 * 1.1**n))[0] for n in range(48)]
-    speeds = [one.cost.speed for one in found if one.cost.level == 0]
-    drops = 1 - np.array(speeds[1:]) / np.array(speeds[:-1])
-    assert drops.max() < 0.14
-
-
 def test_arrays_are_forecast_as_single_shapes_are(shapes) -> None:
     shape = next(shape for shape in shapes if str(shape.arrangement) == "ring 8")
     counts = [(0, 0, 0), (36, 0, 0), (3, 20, 5), (0, 36, 36), (1, 0, 35), (10, 26, 3)]

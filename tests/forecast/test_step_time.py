@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.published import HELD_BACK, PUBLISHED
-from benchmarks.shapes import changed
-from benchmarks.step_time import MACHINE, chunked, comparison, modelled, timed
+from benchmarks.step_time import comparison, modelled, timed
 from longctx.attention.kernels.choose import LONG_DOCUMENT
-from longctx.forecast.seconds import step_seconds
-from longctx.forecast.shape import RunShape
 from longctx.machine.here import Machine
 from longctx.machine.speeds import Speeds
 
@@ -32,37 +29,6 @@ def test_committed_table_is_what_the_command_prints() -> None:
     text = committed.read_text()
     for path in (PUBLISHED, HELD_BACK):
         assert "\n".join(comparison(path)) in text
-
-
-def parts(shape: RunShape, length: int) -> dict[str, float]:
-    return step_seconds(shape, MACHINE, length, [length])
-
-
-def test_optimizer_on_the_host_waits_for_its_memory() -> None:
-    """A node's ranks share it; what is not pinned goes through it more often."""
-    shape = changed(chunked(False), sequence_chunk_size=None, engine="zero3", offload_optimizer_device="cpu")
-    seconds = parts(shape, 100_000)["optimizer"]
-    assert 8e9 * 42 / 95e9 < seconds < 8.1e9 * 42 / 95e9 + 0.5
-    unpinned = parts(changed(shape, pins_host_memory=False), 100_000)["optimizer"]
-    assert unpinned == pytest.approx(8.03e9 * 72 / 95e9, rel=0.01)
-
-
-def test_what_costs_time_does() -> None:
-    base = changed(chunked(False), sequence_chunk_size=None, activation_offloading=True)
-    seconds = {
-        "base": base,
-        "no checkpoints": changed(base, activation_checkpointing=False, activation_offloading=False),
-        "attention kept": changed(base, selective=True),
-        "chunks": chunked(False),
-        "optimizer on the host": changed(base, offload_optimizer_device="cpu"),
-        "ring": changed(base, sp=8, ring=8),
-    }
-    found = {name: sum(parts(shape, 1_000_000).values()) for name, shape in seconds.items()}
-    assert found["no checkpoints"] < found["attention kept"] < found["base"] < found["chunks"]
-    assert found["base"] < found["optimizer on the host"]
-    assert found["ring"] > found["base"]
-    documents = step_seconds(base, MACHINE, 1_000_000, [10_000] * 100)
-    assert sum(documents.values()) < found["base"] / 5
 
 
 def test_a_long_document_that_is_alone_has_the_speed_of_cudnn() -> None:

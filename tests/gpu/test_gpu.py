@@ -102,17 +102,19 @@ def exact_attention(q, k, v, grad, sizes, causal, window, scale):
     return out, lse, dq, dk, dv
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("kind", ["one document", "packed", "window", "a hop of a ring"])
-def test_every_kernel_equals_fp64(kind, length, gpu):
+KINDS = ("one document", "packed", "window", "a hop of a ring")
+
+
+def assert_equals_fp64(choose, kind, length, gpu):
+    """Compare the kernels that `choose` gives for these inputs and entries."""
     sizes, causal, window = documents_of(kind, length)
     entries = make_entries(sizes, causal, window)
-    q, k, v, grad = (x.to(gpu) for x in make_inputs(sizes, HEADS, HEAD_SIZE, torch.bfloat16))
+    tensors = [x.to(gpu) for x in make_inputs(sizes, HEADS, HEAD_SIZE, torch.bfloat16)]
+    q, k, v, grad = tensors
     scale = HEAD_SIZE**-0.5
-    exact = exact_attention(q, k, v, grad, sizes, causal, window, scale)
-    chosen = choose_kernel(Inputs(gpu, q.dtype, HEAD_SIZE, HEADS[0] // HEADS[1], window is not None))
-    tried = [kernel for kernel in candidates() if kernel.fits(gpu, q.dtype, HEAD_SIZE) and kernel.takes(entries)]
-    for kernel in [chosen, *tried]:
+    kernels = choose(Inputs(gpu, q.dtype, HEAD_SIZE, HEADS[0] // HEADS[1], window is not None), entries)
+    exact = exact_attention(*tensors, sizes, causal, window, scale)
+    for kernel in kernels:
         out, lse = kernel.forward(q, k, v, entries, scale)
         gradients = kernel.backward(grad, q, k, v, out, lse, entries, scale)
         for name, actual, expected in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), exact, strict=True):
@@ -120,29 +122,33 @@ def test_every_kernel_equals_fp64(kind, length, gpu):
             assert float(error) <= BOUNDS[torch.bfloat16], (kernel.name, name)
 
 
-@pytest.mark.parametrize("kind", ["one document", "packed", "window", "a hop of a ring"])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kernel_equals_fp64(kind, length, gpu):
+    def choose(inputs, entries):
+        fits = [k for k in candidates() if k.fits(gpu, torch.bfloat16, HEAD_SIZE) and k.takes(entries)]
+        return [choose_kernel(inputs), *fits]
+
+    assert_equals_fp64(choose, kind, length, gpu)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", KERNEL_NAMES)
 def test_every_kernel_that_can_be_asked_for_equals_fp64(name, kind, gpu):
     """FlashAttention 3 and 4 may be absent, or wrong on this GPU: they are refused then."""
-    sizes, causal, window = documents_of(kind, LENGTHS[0])
-    entries = make_entries(sizes, causal, window)
-    q, k, v, grad = (x.to(gpu) for x in make_inputs(sizes, HEADS, HEAD_SIZE, torch.bfloat16))
-    scale = HEAD_SIZE**-0.5
-    prefer(name)
-    try:
-        kernel = choose_kernel(Inputs(gpu, q.dtype, HEAD_SIZE, HEADS[0] // HEADS[1], window is not None))
-    except ValueError as refusal:
-        if name not in ("flash_attention_3", "flash_attention_4"):
-            raise
-        pytest.skip(str(refusal))
-    finally:
-        prefer(None)
-    exact = exact_attention(q, k, v, grad, sizes, causal, window, scale)
-    out, lse = kernel.forward(q, k, v, entries, scale)
-    gradients = kernel.backward(grad, q, k, v, out, lse, entries, scale)
-    for tensor, actual, expected in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), exact, strict=True):
-        error = (actual.double() - expected).norm() / expected.norm()
-        assert float(error) <= BOUNDS[torch.bfloat16], (kernel.name, tensor)
+
+    def choose(inputs, _):
+        prefer(name)
+        try:
+            return [choose_kernel(inputs)]
+        except ValueError as refusal:
+            if name not in ("flash_attention_3", "flash_attention_4"):
+                raise
+            pytest.skip(str(refusal))
+        finally:
+            prefer(None)
+
+    assert_equals_fp64(choose, kind, LENGTHS[0], gpu)
 
 
 def test_the_kernel_of_the_loss_equals_fp64(gpu):
@@ -226,42 +232,34 @@ def test_a_step_in_bf16_is_as_near_as_rounding_allows(family, stock_steps, gpu):
 VIRTUAL = {"ring": 2, "gather": 2, "ulysses": 2, "hybrid": 4}
 
 
-@pytest.mark.parametrize(("bf16", "bound"), [(False, 1e-5), (True, BF16_OF_A_STEP)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss, sinks and windows"])
-@pytest.mark.parametrize("backend", VIRTUAL)
-def test_a_step_of_several_ranks_equals_stock_transformers(backend, family, bf16, bound, stock_steps, gpu):
-    """On ranks that share this GPU, each with the whole model; engines average gradients over ranks."""
-    num_ranks, batch = VIRTUAL[backend], make_batch()
-    expected_loss, expected = stock_steps[family]
-    models = [make_model(family) for _ in range(num_ranks)]
+def assert_equals_stock(expected, family, num_ranks, backend, gpu, *, bf16, bound):
+    """Of one step on ranks that share this GPU, each with the whole model; engines average gradients over ranks."""
+    batch, models = make_batch(), [make_model(family) for _ in range(num_ranks)]
 
     def step(rank, _):
         return step_of(models[rank], batch, bf16=bf16, device=gpu, sp=num_ranks, sp_backend=backend)
 
-    losses, gradients = zip(*on_virtual_ranks(num_ranks, step), strict=True)
+    steps = on_virtual_ranks(num_ranks, step) if num_ranks > 1 else [step(0, None)]
+    losses, gradients = zip(*steps, strict=True)
+    expected_loss, expected_gradients = expected
     assert sum(losses) / num_ranks == pytest.approx(float(expected_loss), rel=min(bound, 1e-2))
-    for name, gradient in expected.items():
+    for name, gradient in expected_gradients.items():
         mean = sum(of_rank[name] for of_rank in gradients) / num_ranks
-        assert float((mean - gradient).norm() / expected_norm(expected)) <= bound, name
+        assert float((mean - gradient).norm() / expected_norm(expected_gradients)) <= bound, name
+
+
+@pytest.mark.parametrize(("bf16", "bound"), [(False, 1e-5), (True, BF16_OF_A_STEP)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss, sinks and windows"])
+@pytest.mark.parametrize("backend", VIRTUAL)
+def test_a_step_of_several_ranks_equals_stock_transformers(backend, family, bf16, bound, stock_steps, gpu):
+    assert_equals_stock(stock_steps[family], family, VIRTUAL[backend], backend, gpu, bf16=bf16, bound=bound)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("family", ATTENTION_FAMILIES if IS_SOFT else FAMILIES)
 def test_every_model_type_equals_stock_transformers_in_fp32(family, num_ranks, stock_steps, gpu):
     """On one rank, and on a ring of two."""
-    batch = make_batch()
-    expected_loss, expected = stock_steps[family]
-    models = [make_model(family) for _ in range(num_ranks)]
-
-    def step(rank, _):
-        return step_of(models[rank], batch, bf16=False, device=gpu, sp=num_ranks, sp_backend="ring")
-
-    steps = on_virtual_ranks(num_ranks, step) if num_ranks > 1 else [step(0, None)]
-    losses, gradients = zip(*steps, strict=True)
-    assert sum(losses) / num_ranks == pytest.approx(float(expected_loss), rel=tolerance(family))
-    for name, gradient in expected.items():
-        mean = sum(of_rank[name] for of_rank in gradients) / num_ranks
-        assert float((mean - gradient).norm() / expected_norm(expected)) <= tolerance(family), name
+    assert_equals_stock(stock_steps[family], family, num_ranks, "ring", gpu, bf16=False, bound=tolerance(family))
 
 
 def expected_norm(gradients):
@@ -312,9 +310,8 @@ if not IS_SOFT:  # both need Triton's compiler
 def test_a_run_equals_one_process_on_the_cpu(memory_option, models, run_flags):
     documents, flags = run_flags
     losses, norms = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
-    entries = [
-        entry for entry in log_of([*flags, "--bf16", "False", *RUN_MEMORY_OPTIONS[memory_option]]) if "loss" in entry
-    ]
+    log = log_of([*flags, "--bf16", "False", *RUN_MEMORY_OPTIONS[memory_option]])
+    entries = [entry for entry in log if "loss" in entry]
     assert relative([entry["loss"] for entry in entries], losses) <= 1e-4
     assert relative([entry["grad_norm"] for entry in entries][:1], norms[:1]) <= 1e-4
 
@@ -345,15 +342,8 @@ def test_the_peak_of_memory_is_the_one_predicted(memory_option, tmp_path):
     row = torch.randint(3, 256, (PEAK_LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
     data = write_jsonl(tmp_path / "data.jsonl", [(row, row)] * 2)
     flags = [*COMMON, "--model_name_or_path", str(tmp_path / "model"), "--dataset_name", data, "--bf16", "True"]
-    flags += [
-        "--max_length",
-        str(PEAK_LENGTH),
-        "--max_steps",
-        "2",
-        "--output_dir",
-        str(tmp_path / "out"),
-        *PREDICTED[memory_option],
-    ]
+    flags += ["--max_length", str(PEAK_LENGTH), "--max_steps", "2", "--output_dir", str(tmp_path / "out")]
+    flags += PREDICTED[memory_option]
     run = resolve(parse_flags(flags), read_profile(), os.environ)  # before the folder has a run
     predicted = run.cost().allocated_bytes
     torch.cuda.reset_peak_memory_stats()

@@ -127,6 +127,11 @@ def arguments_of(flags, models, tmp_path, data, sp=2):
     return [*common, *flags, "--dataset_name", data, "--output_dir", str(tmp_path / "out")]
 
 
+def logs_of(soft_gpus, cases, ranks=2, **limits):
+    """{case: what was logged} of runs on so many soft GPUs, with these flags each."""
+    return soft_gpus.run(ranks, "tests.training.test_training:run_cases", cases, backend=None, **limits)[0]
+
+
 @pytest.fixture
 def documents_file(tmp_path):
     """(documents, path of them)."""
@@ -142,7 +147,7 @@ def test_training_in_bf16_on_soft_gpus_equals_one_process(models, tmp_path, docu
         case: arguments_of([*flags, "--bf16", "True"], models, tmp_path / case, data) for case, flags in RUNS.items()
     }
     losses, norms = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
-    for case, results in soft_gpus.run(2, "tests.training.test_training:run_cases", cases, backend=None)[0].items():
+    for case, results in logs_of(soft_gpus, cases).items():
         found, found_norms = zip(*results, strict=True)
         first = relative(found[:1], losses[:1]), relative(found_norms[:1], norms[:1])
         parity_table.append((f"{case}, bf16", "soft GPUs", *first, relative(found, losses)))
@@ -181,7 +186,7 @@ def test_training_on_soft_gpus_equals_one_process(group, models, tmp_path, docum
     runs = {case: [*(RUNS | OTHER_RUNS)[case], "--bf16", "False"] for case in GROUPS[group]}
     cases = {case: arguments_of(flags, models, tmp_path / case, data) for case, flags in runs.items()}
     reference = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
-    for case, results in soft_gpus.run(2, "tests.training.test_training:run_cases", cases, backend=None)[0].items():
+    for case, results in logs_of(soft_gpus, cases).items():
         check(results, reference, case, "soft GPUs", parity_table)
 
 
@@ -220,9 +225,7 @@ def test_training_on_four_soft_gpus_equals_one_process(case, models, tmp_path, d
     documents, data = documents_file
     arguments = arguments_of([*ON_FOUR[case], "--bf16", "False"], models, tmp_path, data, sp=4)
     reference = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
-    results = soft_gpus.run(4, "tests.training.test_training:run_cases", {case: arguments}, backend=None, timeout=600)[
-        0
-    ][case]
+    results = logs_of(soft_gpus, {case: arguments}, ranks=4, timeout=600)[case]
     check(results, reference, case, "soft GPUs", parity_table)
 
 
@@ -235,9 +238,7 @@ def test_a_resumed_run_on_soft_gpus_is_the_run_that_was_not_interrupted(
     flags = [*RUNS[case], "--bf16", "True", "--optim", "adamw_torch_fused", "--save_strategy", "steps"]
     whole = arguments_of([*flags, "--save_steps", "2"], models, tmp_path, documents_file[1])
     resumed = [*whole, "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-2")]
-    runs = soft_gpus.run(
-        2, "tests.training.test_training:run_cases", {"whole": whole, "resumed": resumed}, backend=None
-    )[0]
+    runs = logs_of(soft_gpus, {"whole": whole, "resumed": resumed})
     assert runs["resumed"] == runs["whole"]
 
 
@@ -271,7 +272,7 @@ def test_adapters_are_trained_on_soft_gpus(models, tmp_path, documents_file, sof
     whole = arguments_of([*RUNS["ring, fsdp2"], *lora], models, tmp_path, documents_file[1])
     reference = run_ranks(2, "tests.training.test_training:run_cases", {"whole": whole})[0]["whole"]
     losses, norms = zip(*reference, strict=True)
-    runs = soft_gpus.run(2, "tests.training.test_training:run_cases", cases, backend=None, timeout=600)[0]
+    runs = logs_of(soft_gpus, cases, timeout=600)
     assert runs.keys() == RUNS.keys()
     for case, results in runs.items():
         found, found_norms = zip(*results, strict=True)
@@ -415,9 +416,3 @@ def test_the_page_of_parity_is_within_the_bounds():
     assert {CHUNKED[-1], *(f"{case}, bf16" for case in RUNS)} <= found.keys() <= bounds.keys()
     for case, errors in found.items():
         assert all(error <= bound for error, bound in zip(errors, bounds[case], strict=True)), case
-
-
-def test_a_page_of_parity_keeps_the_cases_that_did_not_run():
-    before = parity_page.page("", [("a", "soft GPUs", 0.0, 2e-7, 3e-7), ("b", "soft GPUs", 1e-7, 2e-7, 3e-7)])
-    after = parity_page.page(before, [("b", "soft GPUs", 4e-7, 5e-7, 6e-7), ("c", "torchrun", 1.0, 1.0, 1.0)])
-    assert parity_page.read(after) == {"a": [0.0, 2e-7, 3e-7], "b": [4e-7, 5e-7, 6e-7]}

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import socket
-import threading
 from pathlib import Path
 
 import pytest
@@ -19,11 +18,10 @@ from longctx.settings.arrange import arrange
 from longctx.settings.launcher import read_profile
 from longctx.settings.processes import count_to_start
 from longctx.settings.read import parse_flags
-from longctx.settings.resolve import resolve, resolve_together
+from longctx.settings.resolve import resolve_together
 from longctx.settings.rules import fill
 from tests.workers import run_ranks
 
-DECIDED = {"chosen": {"sp": 2, "memory": "balanced"}, "output_dir": "out", "reason": "by forecast"}
 TINY = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib", "--overlong", "split", "--max_length", "2048"]
 RANKS = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1", "RANK": "1"}
 
@@ -42,19 +40,6 @@ def decided_together(arguments: list[str]):
     env = dict(os.environ)
     launcher = read_profile(env)
     return resolve_together(fill(parse_flags(arguments), launcher), launcher, env)
-
-
-def test_ranks_that_longctx_started_read_the_decision_in_the_runs_folder(folder) -> None:
-    shared = threading.Timer(0.3, lambda: share_decision_of_rank_0(folder))
-    shared.start()
-    assert share_decision(None, 10) == DECIDED
-    shared.join()
-
-
-def share_decision_of_rank_0(folder: Path) -> None:
-    new = folder / "new"
-    new.write_text(json.dumps(DECIDED))
-    new.rename(folder / "decision-0")
 
 
 def test_a_rank_0_that_decides_nothing_is_named(folder) -> None:
@@ -92,16 +77,12 @@ def test_rank_0_says_its_refusal_and_tells_the_others(folder, monkeypatch) -> No
 def choices(arguments: list[str]) -> tuple[int, str, str]:
     """What this rank takes of --sp auto and --memory auto, where ranks would choose by speeds of their own."""
     rank = int(os.environ["RANK"])
-    ranked = module.choose_layout
 
     def by_rank(values, world_size, facts):
         return arrange(values.with_("auto", sp=1 + rank, num_processes=world_size, memory="balanced"), facts)
 
     module.choose_layout = by_rank
-    try:
-        run = decided_together(arguments)
-    finally:
-        module.choose_layout = ranked
+    run = decided_together(arguments)
     return run.dims.sp, run.settings["memory"], run.settings["output_dir"]
 
 
@@ -109,12 +90,6 @@ def test_ranks_that_would_choose_differently_take_what_rank_0_chooses(tmp_path) 
     given = [*TINY, "--sp", "auto", "--memory", "auto", "--use_cpu", "True", "--output_dir", str(tmp_path / "out")]
     first, second = run_ranks(2, f"{__name__}:choices", given)
     assert first == second == (1, "balanced", str(tmp_path / "out"))
-
-
-def test_a_single_process_decides_alone(tmp_path) -> None:
-    given = [*TINY, "--use_cpu", "True", "--output_dir", str(tmp_path / "out")]
-    together = resolve_together(fill(parse_flags(given), read_profile({})), read_profile({}), {})
-    assert together.settings == resolve(parse_flags(given), read_profile({}), {}).settings
 
 
 def test_processes_that_do_not_exist_are_refused_before_any_is_started(monkeypatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -12,22 +11,19 @@ import socket
 import subprocess
 import sys
 import time
-from multiprocessing import connection
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from torch.utils.data._utils import worker
 
-from longctx.launch.failures import _has_timed_out, _is_consequence
+from longctx.launch.failures import _is_consequence
 from longctx.launch.spawn import spawn
 from longctx.train import main
 from longctx.training.checkpoint.folder import RunRecord
 from tests.hosts import wait_until
 from tests.training.test_resume import values, weights
 from tests.training.test_training import COMMON, make_documents, write_jsonl
-from tests.workers import start_warm_server
 
 BOUND = 30
 """Seconds from a fault to the end of all ranks, by the promise."""
@@ -53,11 +49,9 @@ def flags_of(models, tmp_path):
 
 def run(start, flags, fault=None, **environment):
     """Exit code, all lines, and the seconds from the fault to the end."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"FAULT": fault} if fault else {}) | environment
-    command = [*start, "tests.faulty_train", *flags]
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500
-    )
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | ({"FAULT": fault} if fault else {}) | environment
+    printed = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run([*start, "tests.faulty_train", *flags], env=env, timeout=500, **printed)
     ended = time.time()
     met = re.search(r"FAULT at ([\d.]+)", done.stdout)
     assert (met is not None) == (fault is not None), done.stdout
@@ -68,15 +62,8 @@ def lines_of_error(output):
     return [line for line in output.splitlines() if "longctx: error: " in line]
 
 
-@pytest.mark.parametrize(
-    ("start", "layout"),
-    [
-        pytest.param("ours", ULYSSES, marks=pytest.mark.long),
-        pytest.param("torchrun", RING, marks=pytest.mark.long),
-        pytest.param("torchrun", ULYSSES, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("start", "layout"), [("ours", ULYSSES), ("torchrun", RING), ("torchrun", ULYSSES)], ids=str)
 def test_a_killed_rank_ends_the_run_and_is_named(start, layout, flags):
     """As does the run of tests/launch/test_security_launch.py."""
     check_killed(start, *run(STARTS[start], [*flags, *layout, *SAVING], "kill 1 3"))
@@ -185,21 +172,6 @@ def test_a_signal_before_ranks_can_save_ends_the_launcher_with_its_number(capfd)
     assert "longctx: error" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("message", "is_hang"),
-    [
-        ("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation to complete", True),
-        ("[gloo/transport/tcp/pair.cc:547] Application timeout caused pair closure", True),
-        ("[gloo/transport/tcp/pair.cc:544] Read error [10.71.0.2]:3333: Connection timed out", False),
-        ("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:11687.", False),
-    ],
-)
-def test_what_gloo_says_of_a_hang_and_of_a_machine_that_is_gone(message, is_hang):
-    error = RuntimeError(message)
-    assert _is_consequence(error)
-    assert _has_timed_out(error) == is_hang
-
-
 def test_an_error_among_its_own_causes_is_looked_at_once():
     """A stream's reader raises its error again, which closes the chain of causes to a circle."""
     error, other = ValueError("line 601"), KeyError("a")
@@ -216,45 +188,6 @@ def test_a_killed_data_loader_worker_is_named(flags):
     (error,) = lines_of_error(output)
     assert re.search(r"rank 1 \(pid .* stopped with RuntimeError: DataLoader worker \(pid\(?s?\)? ?\d+\)", error)
     assert "[rank0]" not in output
-
-
-def train_until_a_worker_sends(arguments, output):
-    """Train in this process, which kills itself when a data loader's worker has begun to send it a tensor."""
-    os.setsid()
-    for stream in (1, 2):
-        os.dup2(output.fileno(), stream)
-    output.close()
-    worker.MP_STATUS_CHECK_INTERVAL = 3600  # seconds after which torch looks whether a worker has another parent
-    connection.answer_challenge = _be_killed
-    sys.exit(main(arguments))
-
-
-def _be_killed(sender, _):
-    sender.poll(None)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_workers_of_a_killed_rank_end_silently(flags):
-    """One sends a tensor, and the other waits."""
-    start_warm_server()
-    receiver, output = multiprocessing.Pipe(duplex=False)
-    arguments = [*flags, "--dataloader_num_workers", "2", "--dataloader_multiprocessing_context", "fork"]
-    context = multiprocessing.get_context("forkserver")
-    rank = context.Process(target=train_until_a_worker_sends, args=(arguments, output))
-    rank.start()
-    output.close()
-    printed, is_open = b"", True
-    try:
-        while is_open and receiver.poll(200):
-            part = os.read(receiver.fileno(), 1 << 16)
-            printed, is_open = printed + part, bool(part)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(rank.pid, signal.SIGKILL)
-        rank.join()
-    assert not is_open, "a process has the output open"
-    assert rank.exitcode == -signal.SIGKILL
-    assert b"Traceback" not in printed, printed.decode()
 
 
 def test_restarts_on_several_nodes_need_a_store_of_each_attempt(monkeypatch, capsys):

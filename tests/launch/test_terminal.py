@@ -1,18 +1,13 @@
-"""A run prints a first line before its slow imports, and a summary before its first step."""
+"""A run prints a summary before its first step, and one of its ranks shows warnings."""
 
 from __future__ import annotations
 
-import inspect
-import os
-import subprocess
-import sys
 import warnings
 
 import pytest
-import torch.distributed as dist
 
 from longctx.launch.console import Line, show_summary
-from longctx.launch.terminal import HAS_STARTED, quieten, say_hello
+from longctx.launch.terminal import quieten
 
 
 def test_a_summary_is_short_and_explained_when_asked(capsys):
@@ -25,36 +20,6 @@ def test_a_summary_is_short_and_explained_when_asked(capsys):
     explained = capsys.readouterr().out
     assert "batch     8 a step = 2 × 4\n" in explained
     assert "--explain" not in explained
-
-
-def test_a_run_says_hello_once(monkeypatch, capsys):
-    monkeypatch.delenv(HAS_STARTED, raising=False)
-    for _ in range(2):  # the second time as a process that the first has started
-        say_hello("0.1.0")
-    assert capsys.readouterr().out.count("longctx 0.1.0 is starting") == 1
-
-
-def test_the_first_sign_of_life_comes_before_the_slow_imports():
-    program = "import sys, longctx.__main__, longctx.train, longctx.launch.terminal as t"
-    program += "; t.say_hello(longctx.__version__)"
-    program += "; sys.exit(bool({'torch', 'transformers', 'rich'} & set(sys.modules)))"
-    environment = {name: value for name, value in os.environ.items() if name != HAS_STARTED}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert "is starting" in done.stdout
-
-
-BARRIER = "barrier(): using the device under current context. "
-
-
-def test_warnings_of_one_library_about_another_are_not_shown():
-    assert f'"{BARRIER}"' in inspect.getsource(dist.barrier)  # as the installed torch words it
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("always")
-        quieten()
-        warnings.warn(BARRIER + "You can specify `device_id`.", UserWarning, stacklevel=1)
-        warnings.warn("a warning for users", UserWarning, stacklevel=1)
-    assert [str(warning.message) for warning in shown] == ["a warning for users"]
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

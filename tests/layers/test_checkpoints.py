@@ -13,7 +13,7 @@ import longctx
 from benchmarks.shapes import changed, shape_of
 from longctx.attention.backends import BACKENDS
 from longctx.attention.operator import LocalSchedule
-from longctx.forecast.memory_presets import asked_memory_options, memory_flags, with_options
+from longctx.forecast.memory_presets import asked_memory_options, with_options
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.tiny import tiny_config, tiny_model
 from longctx.settings.read import parse_flags
@@ -173,23 +173,3 @@ def test_chunks_need_a_backend_that_has_them():
             with_options(shape, "balanced", {"sequence_chunk_size": 64}, 8192)
     finally:
         del BACKENDS["toy"]
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "text"),
-    [
-        (
-            '{"whole_layers": 1, "selective": 2, "offload": 1}',
-            "balanced; activation checkpointing of all but the last layer, activations of the first layer on the host, "
-            "attention's output of 2 layers kept",
-        ),
-        ('{"offload": 0}', "balanced; activation checkpointing"),
-        ('{"selective": true}', "balanced; activation checkpointing, attention's output kept"),
-    ],
-)
-def test_memory_options_by_layer_are_described_and_their_flags_ask_for_them(kwargs, text):
-    asked = of_kwargs(kwargs)
-    memory_options = with_options(SHAPE, "balanced", asked, 8192).options
-    assert memory_options.describe() == text
-    flags = memory_flags(asked)
-    assert asked_by(flags) == asked

@@ -5,34 +5,21 @@ What of it is on the device is in tests/forecast/test_memory_trace.py.
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from longctx import parallelize
-from longctx.attention.kernels import block_forward
 from longctx.attention.operator import varlen_attention
-from longctx.layers.chunked import attention as chunked_attention
 from longctx.layers.chunked.attention import HostAttention
 from longctx.layers.chunked.copies import Copies
 from longctx.layers.chunked.tiles import check_one_thread
 from longctx.model.allow_list import RECURRENT_MODELS
-from longctx.model.tiny import tiny_config, tiny_model
+from longctx.model.tiny import tiny_model
 from longctx.sequence.batch import PLAIN, AttentionKind
 from tests.few import few, together
-from tests.model.test_models import (
-    FAMILIES,
-    SHARED_KEYS,
-    TOLERANCE,
-    gradients,
-    largest_error,
-    make_batch,
-    make_model,
-    stock_step,
-)
+from tests.model.test_models import FAMILIES, SHARED_KEYS, TOLERANCE, make_batch, make_model, step_errors, stock_step
 from tests.workers import run_ranks
 
 CU_SEQLENS = np.array([0, 7, 8, 30, 31, 33, 61, 64])
@@ -89,111 +76,25 @@ def from_host(x):
     return x.transpose(1, 2).flatten(0, 1)[None]
 
 
-def test_gradients_of_keys_cross_the_link_once(monkeypatch):
-    """10 blocks of 10 tokens, so 55 pairs, in each of 2 groups; q, out and their gradients have 2·8 numbers a token, k
-    and v together as many. With a fp32 sum of the gradients of keys in host memory, 55 blocks of it went each way."""
-    moved = Counter()
-
-    def counted(self, pairs, *, is_arriving):
-        moved["to the device" if is_arriving else "to the host"] += sum(source.nbytes for _, source in pairs)
-        return copy(self, pairs, is_arriving=is_arriving)
-
-    copy = Copies._copy
-    monkeypatch.setattr(Copies, "_copy", counted)
-    attention = HostAttention(np.array([0, 100]), block=10, scale=1.0, copies=Copies(torch.device("cpu")))
-    q, kv, grad_out = (torch.randn(2, 100, 2, 8, dtype=torch.bfloat16) for _ in range(3))
-    a_tensor, pairs, lse_bytes = 2 * 100 * 16 * 2, 2 * 55 * 10 * 16 * 2, 2 * 100 * 2 * 4
-    out, lse = attention.forward(q, kv)
-    assert moved == {"to the device": a_tensor + pairs, "to the host": a_tensor + lse_bytes}
-    moved.clear()
-    attention.backward(grad_out, q, kv, out, lse)
-    assert moved == {"to the device": 3 * a_tensor + lse_bytes + pairs, "to the host": 2 * a_tensor}
-
-
-def test_a_part_arrives_while_the_one_before_it_is_computed():
-    order, host = [], torch.zeros(3, 2)
-
-    def hosts(part):
-        order.append(f"copy {part}")
-        return [host[part]]
-
-    for part, _ in Copies(torch.device("cpu")).arriving(range(3), hosts):
-        order.append(f"compute {part}")
-    assert order == ["copy 0", "copy 1", "compute 0", "copy 2", "compute 1", "compute 2"]
-
-
-def test_layers_share_their_block_tables_and_a_long_document_needs_four(monkeypatch):
-    """40 blocks of 7 tokens, of which the last one is shorter: 820 parts in each of two layers. On the diagonal and
-    left of it are parts with a whole block of queries, and with the last one."""
-    used = {}
-
-    def recorded(q, k, v, entries, scale):
-        used[id(entries)] = entries
-        return block_forward(q, k, v, entries, scale)
-
-    monkeypatch.setattr("longctx.layers.chunked.attention.block_forward", recorded)
-    model, sequence = parallelize(tiny_model(), 1, sequence_chunk_size=7)
-    ids = torch.arange(275)[None] % 256
-    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(275)[None]}
-    model(**sequence.shard(batch).inputs).logits.sum().backward()
-    assert len(used) == 4
-
-
-def test_layers_keep_attention_where_they_are_told(monkeypatch):
-    """Of four layers, the last three keep what attention returned, and the last two of them on the device. The first
-    one computes it again in the backward pass."""
-    places = []
-
-    def recorded(q, device, *, on_device):
-        places.append("device" if on_device else "host")
-        return results(q, device, on_device=on_device)
-
-    results = chunked_attention._results
-    monkeypatch.setattr(chunked_attention, "_results", recorded)
-    config = tiny_config()
-    config.num_hidden_layers, config.layer_types = 4, ["full_attention"] * 4
-    model = tiny_model(config=config)
-    model, sequence = parallelize(model, 1, sequence_chunk_size=7, selective_checkpointing=3, offloaded_layers=2)
-    ids = torch.arange(20)[None]
-    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(20)[None]}
-    logits = model(**sequence.shard(batch).inputs).logits
-    assert places == ["host", "host", "device", "device"]
-    logits.sum().backward()
-    assert places[4:] == ["host"]
-
-
 ON_DEVICE = 1
 """Keep attention's output in this many layers, the last ones, on the device."""
 
 
 def chunked_errors(
-    family: str, sp: int, size: int, keep_attention: bool | int, backend: str | None = None
+    family: str, sp: int, size: int, keep_attention: bool | int, backend: str = "auto"
 ) -> dict[str, float]:
-    """Relative errors of loss and gradients against stock transformers, one document at a time."""
-    model, batch = make_model(family), make_batch()
-    _, expected_loss, expected_gradients = stock_step(model)
+    """Relative errors of logits, loss and gradients against stock transformers, one document at a time."""
+    model = make_model(family)
+    expected = stock_step(model)
     model, sequence = parallelize(
         model,
         sp,
-        sp_backend=backend or ("ulysses" if sp > 1 else "auto"),
+        sp_backend=backend,
         sequence_chunk_size=size,
         selective_checkpointing=keep_attention,
         offloaded_layers=0 if keep_attention is ON_DEVICE else None,
     )
-    shard = sequence.shard(batch)
-    logits = model(**shard.inputs).logits
-    assert shard.context.calls == model.config.num_hidden_layers
-    loss = sequence.loss(logits, shard.shift_labels, sequence.count_label_tokens([batch]))
-    loss.backward()
-    mean_loss, actual = loss.detach().clone(), gradients(model)
-    if sp > 1:
-        for value in (mean_loss, *actual.values()):
-            dist.all_reduce(value)
-            value /= dist.get_world_size()
-    return {
-        "loss": float((mean_loss / expected_loss - 1).abs()),
-        "gradients": largest_error(actual, expected_gradients),
-    }
+    return step_errors(model, sequence, expected)
 
 
 def splittable() -> list[str]:
@@ -213,9 +114,10 @@ KEEPING = ((3, False), (100, True), (5, ON_DEVICE))
 """Tokens of a chunk, and whether or in how many layers attention's output is kept."""
 
 
-def families_on_ranks(families: tuple[str, ...]) -> dict[tuple, dict[str, float]]:
+def families_on_ranks(families: tuple[str, ...], backends: tuple[str, ...]) -> dict[tuple, dict[str, float]]:
     return {
-        (family, size, keep): chunked_errors(family, dist.get_world_size(), size, keep)
+        (backend, family, size, keep): chunked_errors(family, dist.get_world_size(), size, keep, backend)
+        for backend in backends
         for family in families
         for size, keep in KEEPING
     }
@@ -223,19 +125,7 @@ def families_on_ranks(families: tuple[str, ...]) -> dict[tuple, dict[str, float]
 
 @pytest.mark.parametrize("families", together(splittable(), DEFAULT_FAMILIES))
 def test_two_ulysses_ranks_in_chunks_equal_stock_transformers(families):
-    for results in run_ranks(2, f"{__name__}:families_on_ranks", families):
-        wrong = {case: errors for case, errors in results.items() if not max(errors.values()) <= TOLERANCE}
-        assert not wrong
-        assert len(results) == len(KEEPING) * len(families)
-
-
-def families_on_rings(families: tuple[str, ...], backends: tuple[str, ...]) -> dict[tuple, dict[str, float]]:
-    return {
-        (backend, family, size, keep): chunked_errors(family, dist.get_world_size(), size, keep, backend)
-        for backend in backends
-        for family in families
-        for size, keep in KEEPING
-    }
+    check_families(2, families, ("ulysses",))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +138,11 @@ def families_on_rings(families: tuple[str, ...], backends: tuple[str, ...]) -> d
     ],
 )
 def test_rings_in_chunks_equal_stock_transformers(ranks, families, backends):
-    for results in run_ranks(ranks, f"{__name__}:families_on_rings", families, backends, timeout=1800):
+    check_families(ranks, families, backends)
+
+
+def check_families(ranks, families, backends):
+    for results in run_ranks(ranks, f"{__name__}:families_on_ranks", families, backends, timeout=1800):
         wrong = {case: errors for case, errors in results.items() if not max(errors.values()) <= TOLERANCE}
         assert not wrong
         assert len(results) == len(KEEPING) * len(families) * len(backends)

@@ -11,11 +11,11 @@ from transformers import CONFIG_MAPPING
 from longctx import parallelize
 from longctx.layers.compiled import check_compile, install_compiled
 from longctx.model.allow_list import has_experts
-from longctx.model.tiny import tiny_config, tiny_model
+from longctx.model.tiny import tiny_config
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
-from tests.model.test_models import FAMILIES, TOLERANCE, gradients, largest_error, make_batch, make_model, stock_step
+from tests.model.test_models import FAMILIES, TOLERANCE, make_model, step_errors, stock_step
 from tests.workers import run_ranks
 
 
@@ -23,25 +23,15 @@ def compiled_errors(family: str, sp: int, backend: str = "auto", compiler: str =
     """Relative errors of loss and gradients against stock transformers, one document at a time."""
     torch._dynamo.reset()
     counters.clear()
-    model, batch = make_model(family), make_batch()
-    _, expected_loss, expected_gradients = stock_step(model)
+    model = make_model(family)
+    expected = stock_step(model)
     model, sequence = parallelize(model, sp, sp_backend=backend)
     install_compiled(model, backend=compiler)
     model.gradient_checkpointing_enable()
     model.train()
-    shard = sequence.shard(batch)
-    loss = sequence.loss(model(**shard.inputs).logits, shard.shift_labels, sequence.count_label_tokens([batch]))
-    loss.backward()
+    errors = step_errors(model, sequence, expected)
     assert counters["stats"]["unique_graphs"] > 0
-    mean_loss, actual = loss.detach().clone(), gradients(model)
-    if sp > 1:
-        for value in (mean_loss, *actual.values()):
-            torch.distributed.all_reduce(value)
-            value /= sp
-    return {
-        "loss": float((mean_loss / expected_loss - 1).abs()),
-        "gradients": largest_error(actual, expected_gradients),
-    }
+    return errors
 
 
 COMPILED = [
@@ -67,23 +57,6 @@ def families_on_ranks(families: list[str]) -> dict[tuple[str, str], dict[str, fl
 def test_compiled_layers_on_two_ranks_equal_stock_transformers():
     for results in run_ranks(2, f"{__name__}:families_on_ranks", ["llama", "qwen3, windows", "qwen3_5_text"]):
         assert all(max(errors.values()) <= TOLERANCE for errors in results.values()), results
-
-
-@pytest.mark.long
-def test_layers_and_batches_share_graphs():
-    """A graph up to attention and one after it, for one length; and as many for all other lengths."""
-    torch._dynamo.reset()
-    counters.clear()
-    model, sequence = parallelize(tiny_model(), 1)
-    install_compiled(model, backend="aot_eager")
-    graphs = []
-    for length in (24, 24, 36, 48, 60):
-        ids = torch.arange(length)[None] % 256
-        batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(length)[None]}
-        model(**sequence.shard(batch).inputs).logits.sum().backward()
-        graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] == graphs[1] > 0
-    assert graphs[2:] == [2 * graphs[0]] * 3
 
 
 REFUSED = {

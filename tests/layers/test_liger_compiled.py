@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from longctx.layers.liger import BOUNDS
+from tests.loss_kernel_cases import compile_for
 from tests.workers import run_ranks
 
 CAPABILITIES = (80, 90, 100)
@@ -51,20 +52,13 @@ def launches(dtype: torch.dtype) -> list[tuple[Any, dict[str, Any]]]:
 
 def compiled(dtype: torch.dtype) -> dict[tuple[str, int], list[str]]:
     """{(kernel, compute capability): the kinds of code that were made, PTX and machine code among them}."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     made = {}
     for kernel, arguments in launches(dtype):
         constants = {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr}
         signature = {name: "constexpr" if name in constants else _type(arguments[name]) for name in kernel.arg_names}
         options = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
         for capability in CAPABILITIES:
-            source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-            code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-            assert f".target sm_{capability}" in code.asm["ptx"]
-            made[kernel.__name__, capability] = sorted(code.asm)
+            made[kernel.__name__, capability] = compile_for(capability, kernel, signature, constants, options)
     return made
 
 

@@ -213,12 +213,3 @@ def test_a_wrapper_that_rounds_log_probs_is_refused():
 
     with pytest.raises(ValueError, match="output_dtype"):
         sequence.log_probs(rounding, batch)
-
-
-def test_what_no_policy_step_reads_is_not_computed():
-    model, sequence = longctx.parallelize(tiny_model(), sp=1)
-    shard = sequence.shard(make_batch(sequence, make_documents(0), True))
-    assert sequence.token_outputs(model, shard)[3:] == (None, None)
-    inputs = {**shard.inputs, "shift_labels": shard.shift_labels, "token_outputs": True}
-    assert model(**inputs).is_top1.dtype == torch.bool
-    assert model(**inputs, is_top1=False).is_top1 is None

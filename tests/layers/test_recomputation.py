@@ -82,27 +82,6 @@ def test_a_checkpointed_layer_may_attend_twice():
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("key_heads", [1, 2, 4])
-@pytest.mark.parametrize("rows_first", [False, True])
-def test_the_kernels_own_operator_gives_the_bits_of_the_schedule(dtype, key_heads, rows_first):
-    """One document is one call of it, unless a checkpoint keeps what attention returns."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(1, 130, heads, 24) if rows_first else (1, heads, 130, 24) for heads in (4, key_heads, key_heads)]
-    inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    inputs = [(x.transpose(1, 2) if rows_first else x).requires_grad_() for x in inputs]
-    grad = torch.randn(1, 130, 4, 24, generator=generator).to(dtype).transpose(1, 2)
-
-    def attention(q, k, v):
-        return varlen_attention(q, k, v, np.array([0, 130]), 0.3)
-
-    alone = attention(*inputs)
-    kept = checkpoint(attention, *inputs, use_reentrant=False, context_fn=selective_checkpoint_contexts)
-    assert alone.grad_fn.name() == "ScaledDotProductFlashAttentionForCpuBackward0" != kept.grad_fn.name()
-    results = [[out, *torch.autograd.grad(out, inputs, grad)] for out in (alone, kept)]
-    assert all(torch.equal(of_operator, of_schedule) for of_operator, of_schedule in zip(*results, strict=True))
-
-
 @pytest.mark.parametrize("family", ["granite", "gemma3_text, windows"])
 def test_chunks_of_models_that_scale_scores_in_their_own_way(family):
     errors = chunked_errors(family, 1, 5, False)

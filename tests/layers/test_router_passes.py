@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from longctx import parallelize
 from longctx.collate import SequenceCollator
 from tests.model.more_families import EXPERTS
-from tests.model.test_models import largest_error
+from tests.model.test_models import gradients, largest_error
 
 SETTINGS = EXPERTS | {"router_aux_loss_coef": 0.3, "output_router_logits": True}
 
@@ -46,21 +46,17 @@ def loss_of(model, sequence, batch, **options):
     return run(model, sequence, batch, sequence.count_label_tokens([batch]), **options)
 
 
-def gradients_of(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def expected_gradients(batch):
     model, sequence = parallelize(make_model(), 1)
     loss_of(model, sequence, batch).backward()
-    return gradients_of(model)
+    return gradients(model)
 
 
 def error_without_the_loss(batch, expected):
     """Check that the gradient is large enough for a test to notice its absence."""
     model, sequence = parallelize(make_model(output_router_logits=False), 1)
     loss_of(model, sequence, batch).backward()
-    return largest_error(gradients_of(model), expected)
+    return largest_error(gradients(model), expected)
 
 
 MEMORY_OPTIONS = {
@@ -79,7 +75,7 @@ def gradients_with(loss, **options):
         model.gradient_checkpointing_enable(checkpointing)
     model.train()
     loss(model, sequence).backward()
-    return gradients_of(model)
+    return gradients(model)
 
 
 def of_two_batches(model, sequence):
@@ -126,7 +122,7 @@ def test_compiled_models_have_the_gradient(part):
     for module in model.model.layers if part == "layers" else [model]:
         module.compile(backend="aot_eager")
     loss_of(model, sequence, batch).backward()
-    assert largest_error(gradients_of(model), expected) <= 1e-5
+    assert largest_error(gradients(model), expected) <= 1e-5
 
 
 def test_a_copy_of_a_model_uses_its_own_weights_and_counts_for_itself():
@@ -140,8 +136,8 @@ def test_a_copy_of_a_model_uses_its_own_weights_and_counts_for_itself():
     found = sequence.log_probs(copied, other)
     assert torch.equal(found, expected)
     found.sum().backward()
-    assert not gradients_of(model)
-    assert gradients_of(copied).keys() == dict(copied.named_parameters()).keys()
+    assert not gradients(model)
+    assert gradients(copied).keys() == dict(copied.named_parameters()).keys()
     with torch.no_grad():
         for parameter in model.model.parameters():
             parameter.div_(1.5)
@@ -150,7 +146,7 @@ def test_a_copy_of_a_model_uses_its_own_weights_and_counts_for_itself():
     logits = model(**shard.inputs).logits
     sequence.log_probs(copied, other)  # between a pass and its loss
     sequence.loss(logits, shard.shift_labels, count).backward()
-    assert largest_error(gradients_of(model), expected_gradients(batch)) <= 1e-5
+    assert largest_error(gradients(model), expected_gradients(batch)) <= 1e-5
 
 
 def test_a_copy_is_parallelized_for_a_loss_of_its_own():
@@ -161,7 +157,7 @@ def test_a_copy_is_parallelized_for_a_loss_of_its_own():
         loss_of(copied, sequence, batch)
     again, its_sequence = parallelize(copied, 1)
     loss_of(again, its_sequence, batch).backward()
-    assert largest_error(gradients_of(copied), expected_gradients(batch)) <= 1e-5
+    assert largest_error(gradients(copied), expected_gradients(batch)) <= 1e-5
 
 
 def test_the_configuration_may_change_after_parallelize():
@@ -170,7 +166,7 @@ def test_the_configuration_may_change_after_parallelize():
     model, sequence = parallelize(make_model(output_router_logits=False), 1)
     model.config.output_router_logits = True
     loss_of(model, sequence, batch).backward()
-    assert largest_error(gradients_of(model), expected_gradients(batch)) <= 1e-5
+    assert largest_error(gradients(model), expected_gradients(batch)) <= 1e-5
     document = {"input_ids": list(range(5, 13)), "labels": [-100] * 3 + [8, 9, -100, 10, 11], "branch_starts": [2, 5]}
     with pytest.raises(ValueError, match=r"cannot share their beginnings here, since the routers' auxiliary loss"):
         sequence.shard(SequenceCollator(0)([document]))
@@ -211,15 +207,6 @@ def test_a_pass_with_gradients_between_a_pass_and_its_loss():
     sequence.loss(last, shard.shift_labels, count).backward()
 
 
-def test_two_losses_of_one_pass():
-    batch = make_batch()
-    model, sequence = parallelize(make_model(), 1)
-    loss = loss_of(model, sequence, batch)
-    sequence.count_label_tokens([batch])
-    with pytest.raises(ValueError, match=r"has not run on a batch of sequence\.shard since the last loss"):
-        sequence.with_auxiliary_loss(loss)
-
-
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_routers_that_an_adapter_trains(order):
     """peft trains copies of the routers, whether it makes them before or after `parallelize`."""
@@ -240,7 +227,7 @@ def test_routers_that_an_adapter_trains(order):
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert sequence.routers.shape == (2, 4)
-    assert largest_error(gradients_of(model), gradients_of(stock)) <= 1e-5
+    assert largest_error(gradients(model), gradients(stock)) <= 1e-5
 
 
 def test_routers_that_were_replaced_are_refused():

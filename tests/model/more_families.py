@@ -63,21 +63,28 @@ MULTIPLIERS = {
     "attention_multiplier": 0.2,
 }
 
-KIMI_LINEAR = SMALL | {
+LATENT = {  # multi-head latent attention, whose values are narrower than its queries
     "num_key_value_heads": 4,
+    "q_lora_rank": 16,
     "kv_lora_rank": 12,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
     "v_head_dim": 10,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_heads": 4,
-    "linear_head_dim": 8,
-    "mlp_layer_types": ["sparse", "dense"],
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "n_group": 2,
 }
+KIMI_LINEAR = (
+    SMALL
+    | {name: size for name, size in LATENT.items() if name != "q_lora_rank"}
+    | {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 8,
+        "mlp_layer_types": ["sparse", "dense"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_group": 2,
+    }
+)
 
 MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus1p5_text": ("apertus1p5_text", SMALL),
@@ -124,25 +131,13 @@ MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         SMALL
         | {"head_dim": 16}
         | {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 4,
-                "llama_4_scaling_beta": 0.5,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-            }
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+            | {"original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}
         },
     ),
     "nanochat, capped logits": ("nanochat", SMALL | {"final_logit_softcapping": 1.0}),
     "persimmon": ("persimmon", ALL_HEADS),
     "vaultgemma, windows, capped scores": ("vaultgemma", CAPPED),
-    "youtu": (
-        "youtu",
-        SMALL
-        | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12}
-        | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10},
-    ),
+    "youtu": ("youtu", SMALL | LATENT),
 }
 """Name -> (model_type, settings). A name with "window" in it has windows."""

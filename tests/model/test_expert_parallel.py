@@ -9,8 +9,16 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from longctx import parallelize
-from tests.model.test_families import documents_loss
-from tests.model.test_models import LENGTHS, TOLERANCE, largest_error, make_batch, make_model, stock_step
+from tests.model.test_models import (
+    LENGTHS,
+    TOLERANCE,
+    documents_of_batch,
+    documents_pass,
+    largest_error,
+    make_batch,
+    make_model,
+    stock_step,
+)
 from tests.reference import adamw_steps
 from tests.workers import run_ranks
 
@@ -23,11 +31,8 @@ RATES = [1e-3, 1e-3, 1e-3]
 
 def reference_losses(family: str) -> list[float]:
     """Losses of AdamW steps on one process, with gradients clipped to a norm of 1."""
-    batch = make_batch()
-    documents = list(zip(*(batch[name][0].split(LENGTHS) for name in ("input_ids", "labels")), strict=True))
-    documents = [(ids.tolist(), labels.tolist()) for ids, labels in documents]
     model = make_model(family)
-    return adamw_steps(model, RATES, lambda step: documents_loss(model, documents))[0]
+    return adamw_steps(model, RATES, lambda step: documents_pass(model, documents_of_batch())[1])[0]
 
 
 def train_experts_in_parallel(folder: str, family: str, sp: int, ep_size: int, backend: str) -> dict[str, float]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +17,12 @@ from longctx.attention.choice import Documents, choose_backend
 from longctx.attention.cost import Setup
 from longctx.machine.here import Machine
 from longctx.model.allow_list import CAUSAL_MODELS, MODEL_TYPES, RECURRENT_MODELS, UnsupportedModelError, check_model
-from longctx.train import main
 from tests.model.more_families import KIMI_LINEAR
-from tests.model.test_models import LINEAR, SMALL
+from tests.model.test_models import LINEAR, SMALL, documents_pass
 from tests.reference import train_reference
 from tests.small_model import save_with_tokenizer
 from tests.training.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
-from tests.workers import run_ranks
+from tests.workers import run_main, run_ranks
 
 PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 
@@ -39,13 +36,6 @@ ONE_DOCUMENT = Documents(rows=[np.array([64])], source="one document")
 
 def hybrid_config(model_type="qwen3_next", **settings):
     return CONFIG_MAPPING[model_type](**SMALL | LINEAR | settings)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A config and nothing else."""
-    hybrid_config("qwen3_5_text").save_pretrained(tmp_path)
-    return str(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -64,26 +54,10 @@ def test_every_backend_runs_delta_layers(model_type, backend):
     assert choose_backend(backend, setup_of(config, 4), ONE_DOCUMENT).arrangement.name == backend
 
 
-@pytest.mark.parametrize(
-    ("sp", "said"), [(2, "or by heads, .* ms, whichever is less"), (4, "cannot share their heads")]
-)
-def test_the_command_line_says_how_recurrent_layers_are_spread(sp, said, folder, capsys, without_preflight):
-    given = ["--model_name_or_path", folder, "--dataset_name", "stdlib", "--use_cpu", "--sp", str(sp)]
-    assert main([*given, "--sp_backend", "ring", "--dry_run", "--explain"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert re.search(rf"ring {sp} \(asked for\).*recurrent layers by states, at most .* ms, .*{said}", printed), printed
-
-
 def documents_loss(model, documents, label_smoothing=0.0):
     """Mean over all label tokens; stock transformers, which sees one document at a time."""
     assert label_smoothing == 0
-    total, count = torch.zeros(()), 0
-    for ids, labels in documents:
-        targets = torch.tensor([*labels[1:], -100])
-        logits = model(input_ids=torch.tensor([ids])).logits[0]
-        total = total + torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
-        count += int((targets != -100).sum())
-    return total / count
+    return documents_pass(model, documents)[1]
 
 
 @pytest.mark.long
@@ -121,11 +95,11 @@ def test_training_delta_layers_equals_one_process(kind, engine, tmp_path, monkey
 def test_verification_of_delta_layers(config, tmp_path):
     """A config is enough; both kinds of layers are seen to work on their shard."""
     config.save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "longctx.verify", "--sp", "2", "--model_name_or_path", str(tmp_path), "--json"]
-    command += ["--dataset_name", "stdlib", "--max_length", "128", "--overlong", "truncate", "--use_cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    arguments = ["--sp", "2", "--model_name_or_path", str(tmp_path), "--json", "--dataset_name", "stdlib"]
+    arguments += ["--max_length", "128", "--overlong", "truncate", "--use_cpu"]
+    code, printed, errors = run_main(2, "longctx.verify.__main__", arguments)[0]
+    assert code == 0, printed + errors
+    checks = {check["name"]: check for check in json.loads(printed)["checks"]}
     assert checks["shard length"]["ok"]
     assert "each of 2 layers" in checks["shard length"]["detail"]
 

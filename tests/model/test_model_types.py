@@ -7,11 +7,13 @@ from importlib.metadata import version
 from types import ModuleType
 
 import pytest
+from packaging.version import Version
 from transformers import CONFIG_MAPPING, LlamaConfig
 from transformers.models.auto import modeling_auto
 
-from longctx.model.allow_list import CAUSAL_MODELS, UnsupportedModelError, check_model
+from longctx.model.allow_list import ADDED_IN, CAUSAL_MODELS, MULTIMODAL_MODELS, UnsupportedModelError, check_model
 from tests.model import types_page
+from tests.model.test_models import FAMILIES
 from tests.model.types_page import EXACT, PAGE, REFUSED, UNKNOWN, model_types, status
 
 
@@ -72,3 +74,13 @@ def test_a_type_that_a_later_release_adds_is_one_line_and_refused(monkeypatch):
     assert status("brand_new") == (UNKNOWN, "")
     with pytest.raises(UnsupportedModelError, match=r"'brand_new' is refused: Its layers are not known to be exact"):
         check_model(config_class())
+
+
+def test_types_are_left_out_only_before_the_release_that_added_them():
+    """So that all are compared with the newest release."""
+    types = {*CAUSAL_MODELS, *MULTIMODAL_MODELS}
+    assert types >= ADDED_IN.keys()
+    installed = Version(version("transformers"))
+    later = {name for name, release in ADDED_IN.items() if installed.release < Version(release).release}
+    assert {name for name in types if name not in CONFIG_MAPPING} == later
+    assert {name for name in CAUSAL_MODELS if name not in later} == {model_type for model_type, _ in FAMILIES.values()}

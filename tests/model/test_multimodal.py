@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -32,8 +31,7 @@ from tests.model.test_models import (
     SMALL,
     TOLERANCE,
     WINDOW,
-    largest_error,
-    make_batch,
+    step_errors,
     stock_pass,
 )
 from tests.parity_page import MODELS as MODELS_PAGE
@@ -138,25 +136,8 @@ def part_step(folder, kind, sp, backend):
     """Relative errors of logits, loss and every gradient of the packed documents on this rank."""
     whole = make_whole(kind)
     model = load_model(folder, load_config(folder)).train()
-    expected_logits, expected_loss, expected = whole_step(whole, names_in_whole(model, whole))
-    batch = make_batch()
-    model, sequence = parallelize(model, sp, sp_backend=backend)
-    shard = sequence.shard(batch)
-    logits = model(**shard.inputs).logits
-    loss = sequence.loss(logits, shard.shift_labels, sequence.count_label_tokens([batch]))
-    loss.backward()
-    mean_loss = loss.detach().clone()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    if sp > 1:
-        for value in (mean_loss, *gradients.values()):
-            dist.all_reduce(value)
-            value /= sp
-    logits = sequence.unshard(logits.detach(), shard.layout)
-    return {
-        "logits": float((logits - expected_logits).norm() / expected_logits.norm()),
-        "loss": float((mean_loss / expected_loss - 1).abs()),
-        "gradients": largest_error(gradients, expected),
-    }
+    expected = whole_step(whole, names_in_whole(model, whole))
+    return step_errors(*parallelize(model, sp, sp_backend=backend), expected)
 
 
 @pytest.mark.parametrize("kind", EACH)
@@ -355,13 +336,6 @@ ENGINES = {
 SOME = ("gemma3", "qwen3_5", "mistral3", "qwen2_5_vl", "qwen3_vl_moe", "glm4v_moe", "llama4")
 
 
-def train_cases(cases):
-    """{case: log}, as tests.training.test_engines_of_models runs them."""
-    from tests.training.test_engines_of_models import run_cases
-
-    return run_cases(cases)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("kinds", "sp", "layouts"), [(SOME, 2, ENGINES), (tuple(KINDS), 4, {"auto": ([], None)})], ids=["some", "all"]
@@ -381,7 +355,7 @@ def test_the_command_trains_the_text_part_as_one_process(kinds, sp, layouts, tmp
             given = [*TRAIN, "--sp", str(sp), *flags, "--model_name_or_path", str(folder)]
             given += ["--dataset_name", data, "--output_dir", str(tmp_path / f"{kind}-{layout}")]
             runs[kind, layout] = given, zero_stage
-    logs = run_ranks(sp, f"{__name__}:train_cases", runs, timeout=1500)[0]
+    logs = run_ranks(sp, "tests.training.test_engines_of_models:run_cases", runs, timeout=1500)[0]
     assert list(logs) == list(runs)
     for (kind, layout), steps in logs.items():
         losses, norms, whole = references[kind]

@@ -203,16 +203,6 @@ def quantized_reference(folder, documents, held_out, quantization):
     return steps, before, dense_loss(adapt.model, held_out).item()
 
 
-def test_the_forecast_counts_four_bit_weights_whole(folder):
-    """Two of them lie in a byte."""
-    pytest.importorskip("bitsandbytes", reason='the qlora extra: pip install -e ".[qlora]"')
-    config = load_config(folder)
-    quantized = load_model(folder, config, quantization=BitsAndBytesConfig(load_in_4bit=True))
-    found, expected = ModelSizes.of_model(quantized), ModelSizes.of_model(load_model(folder, config))
-    for name in ("num_parameters", "layer_parameters", "linear_parameters"):
-        assert getattr(found, name) == getattr(expected, name)
-
-
 def test_bytes_of_a_4_bit_weight_and_its_scale(folder, monkeypatch):
     """As the plan counts them; the long tests hold them against the parameters of a run."""
     common = ["--model_name_or_path", folder, "--dataset_name", "stdlib", *FLAGS, "--use_cpu", "True"]

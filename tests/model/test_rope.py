@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from longctx.attention.choice import documents_given
 from longctx.model.rope import context_length, extended, parse_rope_scaling, scaling_for
 from longctx.model.tiny import tiny_config
 from longctx.train import main
@@ -253,52 +251,23 @@ def test_the_scaling_for_a_length_extends_the_context_to_it_and_keeps_the_type(k
 
 OWN_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 QWEN3_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+DEEPSEEK_YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 CONTEXTS = {  # model type, keys of its config.json, context
-    "Qwen3": ("qwen3", {"max_position_embeddings": 40960}, 40960),
-    "Qwen3, YaRN as on its model card": (
+    "Qwen3, YaRN": (
         "qwen3",
         {"max_position_embeddings": 40960, "rope_scaling": QWEN3_YARN},
         131072,
     ),
-    "DeepSeek-V3": (
-        "deepseek_v3",
-        {
-            "max_position_embeddings": 163840,
-            "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
-        },
-        163840,
-    ),
+    "DeepSeek-V3": ("deepseek_v3", {"max_position_embeddings": 163840, "rope_scaling": DEEPSEEK_YARN}, 163840),
     "gpt-oss": ("gpt_oss", {}, 131072),
-    "Llama 3.1": (
-        "llama",
-        {
-            "max_position_embeddings": 131072,
-            "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, **_LLAMA},
-        },
-        131072,
-    ),
-    "Phi-3 128k": (
-        "phi3",
-        {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rope_parameters": LONG_ROPE},
-        131072,
-    ),
-    "linear": ("llama", {"max_position_embeddings": 16384, "rope_scaling": {"type": "linear", "factor": 4.0}}, 16384),
     "YaRN in layers with full attention": (
         "olmo3",
         {"max_position_embeddings": 8192, "rope_scaling": QWEN3_YARN | {"original_max_position_embeddings": 8192}},
         32768,
     ),
-    "more positions than the factor gives": (
-        "llama",
-        {"max_position_embeddings": 512, "rope_parameters": OWN_YARN},
-        512,
-    ),
-    "a factor of null": (
-        "llama",
-        {"max_position_embeddings": 128, "rope_parameters": OWN_YARN | {"factor": None}},
-        128,
-    ),
+    "linear": ("llama", {"max_position_embeddings": 16384, "rope_scaling": {"type": "linear", "factor": 4.0}}, 16384),
+    "more than the factor gives": ("llama", {"max_position_embeddings": 512, "rope_parameters": OWN_YARN}, 512),
+    "null": ("llama", {"max_position_embeddings": 128, "rope_parameters": OWN_YARN | {"factor": None}}, 128),
     "no original context": (
         "llama",
         {"max_position_embeddings": 128, "rope_parameters": {"rope_type": "yarn", "factor": 2.5}},
@@ -314,30 +283,12 @@ def test_the_context_is_that_of_the_positions_as_they_are_scaled(case):
     assert context_length(AutoConfig.for_model(model_type, **keys)) == context
 
 
-def test_yarn_is_computed_by_its_factor_alone_and_only_without_one_from_max_position_embeddings():
-    """The reason for the rule of `context_length`, in transformers' own frequencies."""
-    yarn = ROPE_INIT_FUNCTIONS["yarn"]
-
-    def computed(positions, **keys):
-        config = AutoConfig.for_model("llama", max_position_embeddings=positions, rope_parameters=OWN_YARN | keys)
-        frequencies, scale = yarn(config, torch.device("cpu"))
-        return [*frequencies.tolist(), scale], context_length(config)
-
-    assert computed(64) == computed(256) == computed(256, factor=None)
-    assert computed(128, factor=None) == computed(128, factor=2.0) != computed(128)
-
-
 @pytest.mark.parametrize("keys", [{"factor": 0.5}, {"factor": float("inf")}, {"original_max_position_embeddings": -64}])
 def test_a_yarn_without_a_context_is_refused(keys):
     config = AutoConfig.for_model("llama", max_position_embeddings=64, rope_parameters=OWN_YARN | keys)
     ((name, value),) = keys.items()
     with pytest.raises(ValueError, match=f"YaRN with {name} {value}; expected a finite number of at least 1"):
         context_length(config)
-
-
-def test_documents_assumed_for_a_model_of_ones_own_fill_its_context():
-    config = AutoConfig.for_model("llama", max_position_embeddings=64, rope_parameters=OWN_YARN)
-    assert [row.tolist() for row in documents_given(config, None).rows] == [[256]]
 
 
 @pytest.fixture(scope="module")
@@ -372,30 +323,6 @@ def test_a_scaling_of_the_models_own_is_replaced_and_the_run_says_so(yarn_folder
     scaled = extended(AutoConfig.from_pretrained(yarn_folder), parse_rope_scaling("yarn:8"))
     assert scaled.rope_parameters == OWN_YARN | {"factor": 8.0}
     assert context_length(scaled) == scaled.max_position_embeddings == 512
-
-
-@pytest.mark.parametrize("case", ["Qwen3, YaRN as on its model card", "DeepSeek-V3"])
-def test_what_replaces_a_yarn_starts_from_its_original_context(case):
-    model_type, keys, _ = CONTEXTS[case]
-    original = keys["rope_scaling"]["original_max_position_embeddings"]
-    scaled = extended(AutoConfig.for_model(model_type, **keys), {"rope_type": "yarn", "factor": 8.0})
-    assert scaled.rope_parameters["original_max_position_embeddings"] == original
-    assert context_length(scaled) == scaled.max_position_embeddings == 8 * original
-
-
-@pytest.mark.long
-def test_a_plan_knows_the_context_of_a_model_with_yarn(yarn_folder, capsys):
-    from longctx.plan import main as plan
-
-    flags = ["--model_name_or_path", yarn_folder, "--gpus", "2", "--lengths", "256"]
-    assert plan([*flags, "--max_length", "256"]) == 0
-    assert "rope_scaling" not in capsys.readouterr().out
-    assert plan([*flags, "--max_length", "300"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "300 tokens are beyond the model's context of 256, so the command has --rope_scaling" in printed
-    assert printed.count('"factor": 5, "original_max_position_embeddings": 64') == 2  # said, and in the command
-    assert plan([*flags, "--max_length", "300", "--rope_scaling", "yarn:8"]) == 0
-    assert capsys.readouterr().out.count("--rope_scaling yarn:8") == 1
 
 
 def test_a_plan_takes_it_and_hands_it_on(capsys):

@@ -105,11 +105,8 @@ def trace(path):
     with gzip.open(path) as file:
         events = json.load(file)["traceEvents"]
     named = [e for e in events if e.get("ph") == "X" and re.match(r"longctx\.|ProfilerStep", e["name"])]
-    return [
-        (e["name"].removeprefix("longctx."), e["ts"], e["ts"] + e["dur"])
-        for e in named
-        if e["cat"] != "gpu_user_annotation"
-    ]
+    of_host = [e for e in named if e["cat"] != "gpu_user_annotation"]
+    return [(e["name"].removeprefix("longctx."), e["ts"], e["ts"] + e["dur"]) for e in of_host]
 
 
 def inside(event, events, prefix):
@@ -228,17 +225,9 @@ def test_the_page_of_a_run_is_whole_and_fetches_nothing(run):
     text = " ".join(page.text)
     [command] = re.findall("<h2>Command</h2>.*?<pre[^>]*>(.*?)</pre>", html, flags=re.DOTALL)
     assert " ".join(re.sub("<[^>]*>", " ", command).split()).startswith("longctx train --")
-    for said in (
-        RUN_NAME,
-        "Finished after 4 steps.",
-        "--sp_backend",
-        "--hub_token",
-        HIDDEN,
-        "world 4 = ",
-        "these settings reach",
-        *("Command", "Packing", "Versions", "Checkpoints", "Flags that were set", "All flags"),
-    ):
-        assert said in text, said
+    said = [RUN_NAME, "Finished after 4 steps.", "--sp_backend", "--hub_token", HIDDEN, "world 4 = ", "Command"]
+    said += ["these settings reach", "Packing", "Versions", "Checkpoints", "Flags that were set", "All flags"]
+    assert not [part for part in said if part not in text]
     history = json.loads((run / "trainer_state.json").read_text())["log_history"]
     assert all(f"{entry['loss']:.4f}" in text for entry in history if "loss" in entry)
     [given] = re.findall("<h2>Flags that were set</h2>.*?</table>", html)

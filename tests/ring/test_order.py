@@ -31,16 +31,3 @@ def test_no_more_is_held_than_memory_is_planned_for(longest):
         assert order.own_after < hop or order.returned[hop] <= 0, "ranks wait after their own blocks"
     assert sent == last_hop
     assert not coming
-
-
-def test_as_much_as_fits_is_sent_ahead_and_stays_away():
-    order = MessageOrder.of(np.array([100, 80, 60, 40, 20, 10]), 100)
-    assert order.sent == [4, 4, 5, 5, 5, 5]  # of 200: 80 + 60 + 40 + 20, and without the 80 all others
-    assert order.returned == [-1, 0, 0, 1, 1, 1]  # of 150: 80 + 60; 60 + 40; 60 + 40 + 20; and with the last 10
-    assert order.own_after == 2  # at hop 3, the gradients of hop 1 have to be back
-
-
-def test_without_waits_the_own_block_comes_last():
-    assert MessageOrder.of(np.array([100, 50, 40, 30]), 100).own_after == 3
-    assert MessageOrder.of(np.array([100, 100]), 100) == MessageOrder([1, 1], [-1, 0], 1)
-    assert MessageOrder.of(np.array([100]), 100).own_after == 0

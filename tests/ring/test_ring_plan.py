@@ -132,22 +132,6 @@ def test_areas_runs_and_reports(pack):
     assert plan.kv_tokens_sent <= sum(lengths) * (world_size - 1)
 
 
-def test_the_fastest_plan_is_taken_where_times_are_known():
-    """Of sixteen packs over sixteen ranks: by what is sent alone, less is sent than for balance, and balance is lost;
-    by work alone, the plan is as balanced as any. A plan whose ranks do not wait ends the search."""
-    lengths = np.random.default_rng(1).lognormal(6.3, 1.4, 800).astype(np.int64) + 1
-    lengths = np.append(lengths, -lengths.sum() % 32 or 32)
-    balanced = _plan(lengths, 16)
-    by_messages = _plan(lengths, 16, time_of=lambda p: PlanTime(seconds=p.kv_tokens_sent, waiting=p.kv_tokens_sent))
-    by_work = _plan(lengths, 16, time_of=lambda p: PlanTime(seconds=p.imbalance, waiting=p.imbalance))
-    assert by_messages.kv_tokens_sent < 0.9 * balanced.kv_tokens_sent
-    assert by_messages.imbalance > balanced.imbalance
-    assert by_work.imbalance <= balanced.imbalance
-    asked = []
-    _plan(lengths, 16, time_of=lambda p: asked.append(p) or PlanTime(seconds=1.0, waiting=0.0))
-    assert len(asked) == 1
-
-
 def test_times_that_differ_by_rounding_give_one_plan():
     """Processors add floats in different orders, and all ranks have to choose the same of two equally fast plans."""
     lengths = np.random.default_rng(2).lognormal(6.3, 1.4, 400).astype(np.int64) + 1
@@ -162,77 +146,20 @@ def test_times_that_differ_by_rounding_give_one_plan():
         assert all(np.array_equal(plans[0].permutation, other.permutation) for other in plans[1:])
 
 
-@settings(max_examples=30, deadline=None)
-@given(packs())
-def test_deterministic_whatever_the_type_of_the_input(pack):
-    lengths, world_size = pack
-    cu_seqlens = np.append(0, np.cumsum(lengths))
-    first = plan_ring(cu_seqlens, world_size)
-    for given_as in (cu_seqlens.tolist(), tuple(cu_seqlens), cu_seqlens.astype(np.int32)):
-        again = plan_ring(given_as, world_size)
-        assert np.array_equal(again.permutation, first.permutation)
-        assert np.array_equal(again.prefix_tokens, first.prefix_tokens)
-        for shard, expected in zip(again.shards, first.shards, strict=True):
-            assert all(np.array_equal(a.entries, b.entries) for a, b in zip(shard.steps, expected.steps, strict=True))
-
-
 @pytest.mark.parametrize(
     ("lengths", "world_size"),
     [
         ([7], 1),
-        ([5, 1, 1], 1),
-        ([64], 4),  # one document
         ([3 * 5], 3),  # T divisible by P, not by 2P
-        ([1] * 24, 4),  # no pair but (t, t)
-        ([1] * 8, 8),  # T == P
-        ([8], 8),
+        ([1] * 8, 8),  # T == P, and no pair but (t, t)
         ([3, 5], 8),  # documents shorter than 2P, and than P
         ([100, 99, 1], 8),  # few huge and one tiny
-        ([1, 250, 1, 250, 1, 1], 3),
         ([1, 1, 1, 509], 64),  # adversarial ones
         ([2, 1] * 43 + [1] * 63, 64),
-        ([64, 64], 64),
-        ([100, 100, 100], 3),  # as many documents as ranks: nothing to send
-        ([96, 96, 96, 96], 8),  # a document for two ranks
-        ([200, 190, 180, 70], 8),
     ],
 )
 def test_degenerate_packs_are_exact(lengths, world_size):
     _assert_exact(_plan(lengths, world_size), lengths)
-
-
-def test_one_rank_has_no_steps():
-    plan = _plan([3, 4], 1)
-    assert plan.shard(0).steps == ()
-    assert plan.kv_tokens_sent == 0
-    assert plan.permutation.tolist() == list(range(7))
-
-
-def test_documents_of_a_share_each_stay_whole():
-    plan = _plan([1024] * 8, 8)
-    assert plan.imbalance == 1.0
-    assert plan.kv_tokens_sent == 0
-    assert _runs_per_rank(plan) == [1] * 8
-
-
-def test_documents_of_two_shares_climb_the_ring():
-    """Four documents for eight ranks: balanced without any zigzag, at a fraction of its K/V."""
-    plan = _plan([2048] * 4, 8)
-    assert plan.imbalance <= 1.02
-    assert plan.kv_tokens_sent <= 0.25 * plan.num_tokens * 7
-
-
-def test_one_document_is_a_balanced_zigzag():
-    plan = _plan([8 * 1024], 8)
-    assert plan.imbalance <= 1.001
-    assert max(_runs_per_rank(plan)) <= 2
-
-
-def test_a_long_document_makes_up_for_the_others():
-    """Only the longest is zigzagged, in unequal parts; the next one climbs the ring."""
-    plan = _plan([49152, 12288, 4096], 8)
-    assert plan.imbalance <= 1.001
-    assert plan.kv_tokens_sent <= 0.9 * plan.num_tokens * 7
 
 
 def _histogram_packs(num_packs: int, seed: int) -> list[list[int]]:
@@ -255,24 +182,6 @@ def test_realistic_packs_are_balanced_and_frugal(world_size):
     assert max(plan.imbalance for plan in plans) <= 1.05
     assert np.mean([plan.kv_tokens_sent / (65536 * (world_size - 1)) for plan in plans]) <= 0.5
     assert max(max(_runs_per_rank(plan)) for plan in plans) <= 20
-
-
-def test_planning_is_fast():
-    """Least CPU time of some runs, within four times the 5 ms and 50 ms aimed at: a busy machine passes too."""
-    pack = _histogram_packs(1, seed=1)[0]
-    rng = np.random.default_rng(0)
-    million = _fitted(rng.integers(1, 210, 10_000).tolist(), 128)
-
-    def best_of(lengths, world_size):
-        times = []
-        for _ in range(5):
-            start = time.process_time()
-            _plan(lengths, world_size)
-            times.append(time.process_time() - start)
-        return min(times)
-
-    assert best_of(pack, 8) <= 0.02
-    assert best_of(million, 64) <= 0.2
 
 
 @pytest.mark.long

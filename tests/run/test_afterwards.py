@@ -216,9 +216,8 @@ def test_a_text_part_is_exported_to_be_served(tmp_path):
     config, whole = load_config(str(tmp_path / "whole")), str(tmp_path / "whole")
     for given, name in ((None, "text-exported"), (adapter(), "text-merged")):
         model = TrainedModel(folder="text", base=whole, config=config, adapter=given, is_part=True)
-        assert model.export().startswith(
-            f"longctx export text --model_name_or_path {whole} --output_dir {name}  # puts"
-        )
+        exported = f"longctx export text --model_name_or_path {whole} --output_dir {name}"
+        assert model.export().startswith(f"{exported}  # puts")
         assert model.serve() == f"vllm serve {name}"
         loaded = 'AutoModelForCausalLM.from_pretrained("text")'
         if given is not None:

@@ -35,10 +35,8 @@ def chats(tmp_path):
 def found(data: str, *flags: str, model: str = "tiny") -> dict[str, str]:
     """Return what the preflight says, by its label."""
     arguments = ["--model_name_or_path", model, "--dataset_name", data, *flags]
-    lines = [
-        (line.label, line.text(explain=True))
-        for line in preflight(resolve(parse_flags(arguments), read_profile({}), {}))
-    ]
+    run = resolve(parse_flags(arguments), read_profile({}), {})
+    lines = [(line.label, line.text(explain=True)) for line in preflight(run)]
     assert len(dict(lines)) == len(lines)
     return dict(lines)
 
@@ -54,11 +52,6 @@ def test_the_first_records_are_read_and_their_mask_is_shown(chats):
     assert lines["sample"].startswith("⟦<|im_start|>user\\nWhat is two and two?")
     assert "⟧four<|im_end|>⟦" in lines["sample"]
     assert len(lines["sample"]) < 400
-
-
-def test_a_document_of_one_token_is_shown_as_not_trained_on(tmp_path):
-    (tmp_path / "texts.jsonl").write_text('{"text": ""}\n{"text": "hello"}\n')
-    assert found(str(tmp_path / "texts.jsonl"))["sample"] == "⟦<|endoftext|>⟧ (not trained on: ⟦ ⟧)"
 
 
 @pytest.mark.long
@@ -152,8 +145,7 @@ def test_the_steps_are_those_that_the_run_then_takes(tmp_path, monkeypatch):
     monkeypatch.setattr("longctx.run.preflight.SAMPLED", 10)
     monkeypatch.setattr("longctx.run.preflight.SAMPLED_TOKENS", 500)
     lines = found(str(data), *flags)
-    first = re.match(
-        r"the first (\d+) documents were read \(--dry_run reads 10, and more up to 500 tokens\)", lines["records"]
-    )
+    said = r"the first (\d+) documents were read \(--dry_run reads 10, and more up to 500 tokens\)"
+    first = re.match(said, lines["records"])
     assert 10 < int(first[1]) < 40
     assert lines["steps"] == "known once all documents are packed, which --prepare_only does"

@@ -71,13 +71,6 @@ def test_only_the_first_rank_prints_the_help(capsys, monkeypatch):
     assert shown(capsys, "--help") == ""
 
 
-@pytest.mark.parametrize("columns", ["60", "300"])
-def test_lines_end_where_the_terminal_does(columns, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", columns)
-    widest = max(len(line) for line in shown(capsys, "--help-all").splitlines() if not line.startswith("usage"))
-    assert widest <= min(int(columns), 120)
-
-
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
@@ -99,8 +92,3 @@ def test_mistyped_flags(arguments, parts, capsys):
     assert error.startswith("longctx: error: ")
     assert error.count("\n") == 1
     assert all(part in error for part in parts), error
-
-
-def test_a_mistyped_flag_of_dpo_names_its_command(capsys):
-    assert dpo(["--bta", "5"]) == 2
-    assert "Did you mean --beta? All flags: longctx dpo --help-all" in capsys.readouterr().err

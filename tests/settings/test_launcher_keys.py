@@ -10,18 +10,14 @@ import base64
 import copy
 import csv
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from longctx.launch.accelerate import shipped_configs
-from longctx.settings.launcher import FLAG_FIRST, PROFILE_FIRST, read_profile
+from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 
@@ -36,17 +32,12 @@ BASES: dict[str, dict[str, Any]] = {
     "one": {"distributed_type": "MULTI_CPU", "num_processes": 2, "use_cpu": True},
     "fsdp1": {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 1}},
     "fsdp2": {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": FSDP2},
-    "cp": {
-        "distributed_type": "FSDP",
-        "num_processes": 2,
-        "fsdp_config": FSDP2,
-        "parallelism_config": {"parallelism_config_cp_size": 2},
-    },
     "sp": {**DEEPSPEED, "parallelism_config": {"parallelism_config_sp_size": 2}},
     "deepspeed": {**DEEPSPEED, "deepspeed_config": {"zero_stage": 2}},
     "file": {**DEEPSPEED, "deepspeed_config": {"deepspeed_config_file": "ds.json"}},
     "yaml beside file": {**DEEPSPEED, "deepspeed_config": {"deepspeed_config_file": "ds.json"}},
 }
+BASES["cp"] = {**BASES["fsdp2"], "parallelism_config": {"parallelism_config_cp_size": 2}}
 JSON: dict[str, Any] = {"zero_optimization": {"stage": 2}}
 OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
 WARMUP = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
@@ -150,38 +141,6 @@ def test_key(row, exported):
         assert at(seen_by_deepspeed(given), key) == value
 
 
-def test_table_has_every_key_of_accelerate():
-    """A key of a newer release fails here until it has a row. Megatron-LM and fp8 are refused as a whole."""
-    from accelerate.commands.config.config_args import ClusterConfig
-    from accelerate.commands.launch import launch_command_parser
-
-    nested = ("fsdp_", "parallelism_config_", "dynamo_", "deepspeed_", "offload_", "gradient_", "zero")
-    names = {action.dest for action in launch_command_parser()._actions if action.dest.startswith(nested)}
-    names |= {name for name in ClusterConfig.__dataclass_fields__ if not name.endswith("_config")}
-    missing = names - {row["key"].rpartition(".")[2] for row in ROWS}
-    assert not missing, f"add {sorted(missing)} to profile_keys.tsv"
-
-
-def test_table_has_every_key_of_deepspeed():
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig as OfOptimizer
-    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig as OfParam
-
-    keys = [row["key"] + "." for row in ROWS if row["in"] == "file"]
-    zero = "zero_optimization."
-    for section, model in (
-        (zero, DeepSpeedZeroConfig),
-        (f"{zero}offload_optimizer.", OfOptimizer),
-        (f"{zero}offload_param.", OfParam),
-        ("bf16.", DeepSpeedBF16Config),
-        ("fp16.", DeepSpeedFP16Config),
-    ):
-        names = [f"{section}{field.alias or name}." for name, field in model.model_fields.items()]
-        missing = [name for name in names if not any(key.startswith(name) for key in keys)]
-        assert not missing, f"add {missing} to profile_keys.tsv"
-
-
 # Sections of a DeepSpeed file that become flags
 
 
@@ -193,7 +152,6 @@ def test_sections_with_auto_become_flags_and_leave_the_engine(exported):
     assert launcher.values == {
         "lr_scheduler_type": ("linear", "scheduler.type WarmupDecayLR in deepspeed_config_file ds.json")
     }
-    assert launcher.values.keys() <= FLAG_FIRST
     optimizer, scheduler = launcher.notes
     assert re.search(r"AdamW of deepspeed_config_file ds.json is left to --optim", optimizer)
     assert re.search(r"WarmupDecayLR .*--lr_scheduler_type linear, unless .*linear, where .*logarithmic", scheduler)
@@ -211,18 +169,6 @@ def test_scheduler_that_leaves_a_key_to_deepspeed_is_refused(missing, exported):
     env = exported(BASES["file"], {**JSON, "scheduler": {"type": "WarmupLR", "params": params}})
     with pytest.raises(ValueError, match=rf"scheduler.params.{missing} is not in .*--lr_scheduler_type constant_with"):
         read_profile(env)
-
-
-def test_explicit_values_are_asked_for_with_their_keys(exported):
-    params = {"lr": 2e-3, "betas": [0.5, 0.6], "eps": "auto", "weight_decay": 0.1}
-    launcher = read_profile(exported(BASES["file"], {**JSON, "optimizer": {"type": "Adam", "params": params}}))
-    where = "in deepspeed_config_file ds.json"
-    assert launcher.values == {
-        "learning_rate": (2e-3, f"optimizer.params.lr {where}"),
-        "weight_decay": (0.1, f"optimizer.params.weight_decay {where}"),
-        "adam_beta1": (0.5, f"optimizer.params.betas {where}"),
-        "adam_beta2": (0.6, f"optimizer.params.betas {where}"),
-    }
 
 
 def test_null_and_auto_that_nobody_fills_in_are_left_out(exported):
@@ -295,22 +241,6 @@ def test_damaged_file(text, why, exported):
         read_profile(env)
 
 
-@pytest.mark.parametrize("path", sorted(shipped_configs().glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_profile_leaves_to_the_flags_what_flags_set(path, exported):
-    profile = yaml.safe_load(path.read_text())
-    machines = {"main_process_ip": "10.0.0.1", "main_process_port": 29500} if "num_machines" in profile else {}
-    launcher = read_profile(exported({**profile, **machines}))
-    assert launcher.values.keys() <= {"sp", "sp_backend", "activation_checkpointing"}
-    assert launcher.launched == (profile["num_processes"] > 1)
-
-
-def test_checkpointing_of_fsdp_acts_whatever_the_flag_says(exported):
-    profile = with_key(BASES["fsdp2"], "fsdp_config.fsdp_activation_checkpointing", True)
-    profile["fsdp_config"]["fsdp_activation_checkpointing_offload"] = True
-    launcher = read_profile(exported(profile))
-    assert {flag: asked.value for flag, asked in launcher.values.items()} == dict.fromkeys(PROFILE_FIRST, True)
-
-
 # Processes
 
 
@@ -322,13 +252,8 @@ def test_what_accelerate_must_not_act_on_is_taken_out_and_read_again(exported):
     launcher = read_profile(env)
     assert not [name for name in env if name.startswith(("PARALLELISM", "FSDP_ACT")) or "USE_PARALLELISM" in name]
     assert seen_by_deepspeed(env).keys() & {"optimizer"} == set()
-    code = "import os, longctx.settings.launcher as l; print(l.read_profile()); print(l.read_profile())"
-    whole = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ} | env
-    root = Path(__file__).parents[2]
-    whole["PYTHONPATH"] = os.pathsep.join([str(root), whole.get("PYTHONPATH", "")])
-    printed = subprocess.run([sys.executable, "-c", code], env=whole, capture_output=True, text=True, check=True)
-    assert printed.stdout.splitlines() == [repr(launcher)] * 2
-
+    started = dict(env)
+    assert [repr(read_profile(started)) for _ in range(2)] == [repr(launcher)] * 2
     again = env | {"PARALLELISM_CONFIG_SP_SIZE": "4", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "other.json"}
     Path("other.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     relaunched = read_profile(again)

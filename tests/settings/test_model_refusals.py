@@ -31,6 +31,9 @@ pytestmark = pytest.mark.usefixtures("single_process")
 # ------------------------------------------------------------------------------------------------
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+ROPES = "default, linear, llama3, proportional, yarn"
 MODELS = {
     "sliding window": ("llama", {"sliding_window": 8}, ("sliding_window is 8", "mistral")),
     "chunked layers": (
@@ -38,16 +41,8 @@ MODELS = {
         {"layer_types": ["chunked_attention", "full_attention"]},
         ("layer_types holds chunked_attention", "sliding_attention are supported"),
     ),
-    "uneven heads": (
-        "qwen3",
-        {"num_key_value_heads": 3},
-        ("num_attention_heads is 4, which is not a multiple of num_key_value_heads, 3",),
-    ),
-    "soft-capping": (
-        "gemma3_text",
-        {"attn_logit_softcapping": 50.0},
-        ("attn_logit_softcapping is 50.0", "soft-capped attention scores"),
-    ),
+    "uneven heads": ("qwen3", {"num_key_value_heads": 3}, ("is 4, which is not a multiple of num_key_value_heads, 3",)),
+    "soft-capping": ("gemma3_text", {"attn_logit_softcapping": 50.0}, ("is 50.0", "soft-capped attention scores")),
     "mamba": ("mamba", {"state_size": 4}, ("'mamba'", "state_size is 4", "state-space", "llama")),
     "mamba and attention": ("jamba", {}, ("'jamba'", "mamba_d_state")),
     "linear attention": ("minimax", {}, ("layer_types holds linear_attention",)),
@@ -65,23 +60,11 @@ MODELS = {
     "part of a larger model": ("paligemma", {}, ("its text part, 'gemma',",)),
     "attention dropout": ("llama", {"attention_dropout": 0.1}, ("attention_dropout is 0.1", "--model_init_kwargs")),
     "other dropout": ("phi", {"resid_pdrop": 0.2}, ("resid_pdrop is 0.2", "--model_init_kwargs")),
-    "dynamic rope": (
-        "llama",
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-        ("rope_type is 'dynamic'", "default, linear, llama3, proportional, yarn"),
-    ),
+    "dynamic rope": ("llama", {"rope_parameters": DYNAMIC}, ("rope_type is 'dynamic'", ROPES)),
     "long rope": (
         "phi3",
-        {
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "short_factor": [1.0] * 4,
-                "long_factor": [2.0] * 4,
-            },
-            "original_max_position_embeddings": 64,
-        },
-        ("rope_type is 'longrope'", "default, linear, llama3, proportional, yarn"),
+        {"rope_parameters": LONG, "original_max_position_embeddings": 64},
+        ("rope_type is 'longrope'", ROPES),
     ),
 }
 
@@ -103,14 +86,14 @@ def test_models_that_are_not_known_to_be_exact(case, tmp_path, refused):
     model_type, settings, parts = MODELS[case]
     folder = save_config(tmp_path, model_type, **settings)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-    refused("--model_name_or_path", folder, "--dataset_name", "stdlib", parts=("refused", *parts))
+    refused(*own(folder), parts=("refused", *parts))
 
 
 def test_a_type_that_a_later_release_of_transformers_has(tmp_path, refused, monkeypatch):
     monkeypatch.setitem(ADDED_IN, "brand_new", "99.0")
     (tmp_path / "config.json").write_text('{"model_type": "brand_new"}', encoding="utf-8")
     parts = ("'brand_new', which transformers has from 99.0 on", f"{version('transformers')} is installed", "Upgrade")
-    refused("--model_name_or_path", str(tmp_path), "--dataset_name", "stdlib", parts=parts)
+    refused(*own(str(tmp_path)), parts=parts)
 
 
 def test_compiled_mixtures_of_experts(tmp_path, refused):
@@ -156,24 +139,22 @@ def test_types_with_a_coefficient_are_those_whose_auxiliary_loss_is_built():
 @pytest.mark.parametrize(("given", "coefficient"), [([], 0.02), (["0.1"], 0.1), (["0"], 0)])
 def test_the_coefficient_of_the_flag_comes_before_that_of_the_model(given, coefficient, tmp_path):
     folder = save_config(tmp_path, "mixtral", num_key_value_heads=2, router_aux_loss_coef=0.02)
-    flags = ["--model_name_or_path", folder, "--dataset_name", "stdlib"]
-    flags += ["--router_aux_loss_coef", *given] if given else []
-    run = resolve(parse_flags(flags), read_profile({}), {})
+    flags = ["--router_aux_loss_coef", *given] if given else []
+    run = resolve(parse_flags([*own(folder), *flags]), read_profile({}), {})
     assert auxiliary_loss_coefficient(run.model_config) == coefficient
 
 
 def test_the_remedy_for_dropout_works(tmp_path, without_preflight):
     folder = save_config(tmp_path, "llama", attention_dropout=0.1)
     remedy = ["--model_init_kwargs", '{"attention_dropout": 0.0}']
-    assert main(["--model_name_or_path", folder, "--dataset_name", "stdlib", "--dry_run", *remedy]) == 0
+    assert main([*own(folder), "--dry_run", *remedy]) == 0
 
 
 def test_code_of_the_models_own(tmp_path, refused):
     folder = save_config(tmp_path, "llama")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModelForCausalLM": "own.Model"}}))
-    given = ("--model_name_or_path", folder, "--dataset_name", "stdlib", "--trust_remote_code")
-    refused(*given, parts=("--trust_remote_code", "'llama'", "Leave the flag out"))
+    refused(*own(folder), "--trust_remote_code", parts=("--trust_remote_code", "'llama'", "Leave the flag out"))
 
 
 def test_a_configuration_of_the_models_own():
@@ -193,18 +174,18 @@ def test_float16_weights(tmp_path, refused):
 
 
 def test_no_such_model(tmp_path, refused):
-    refused("--model_name_or_path", str(tmp_path), "--dataset_name", "stdlib", parts=(str(tmp_path), "'tiny'"))
+    refused(*own(str(tmp_path)), parts=(str(tmp_path), "'tiny'"))
 
 
 def test_no_tokenizer(tmp_path, refused):
     folder = save_config(tmp_path, "llama")
-    refused("--model_name_or_path", folder, "--dataset_name", "stdlib", parts=(folder, "tokenizer", "tokenizer.json"))
+    refused(*own(folder), parts=(folder, "tokenizer", "tokenizer.json"))
 
 
 def test_no_tokenizer_where_transformers_makes_one_without_files(tmp_path, refused):
     folder = save_config(tmp_path, "qwen3", num_key_value_heads=4)
     parts = (folder, "finds 1 special tokens and no others", "tokenizer.json")
-    refused("--model_name_or_path", folder, "--dataset_name", "stdlib", parts=parts)
+    refused(*own(folder), parts=parts)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -234,11 +215,7 @@ DATA = {
     "too long, not packed": (lines(*TEXT), ["--max_length", "20", "--packing", "False"], ("2 of 3", "drop leaves out")),
     "all labels masked": (lines(IDS | {"labels": [5, -100, -100, -100]}), [], ("every label is -100", "1 documents")),
     "too few labels": (lines(IDS | {"labels": [5, 6]}), [], ("2 entries", "has 4", "per token")),
-    "malformed line": (
-        lines(*TEXT) + '{"text": \n',
-        [],
-        ("data.jsonl:4", "malformed JSON", "one JSON object per line"),
-    ),
+    "malformed line": (lines(*TEXT) + '{"text": \n', [], ("data.jsonl:4", "malformed JSON", "JSON object per line")),
     "another kind of value": (lines(*TEXT, {"text": 5}), [], ("data.jsonl:4", "int", "string")),
     "another column": (lines({"body": "x"}), [], ("data.jsonl:1", "body", "--dataset_text_field")),
     "ids beyond the vocabulary": (lines({"input_ids": [5, 99999]}), [], ("99999", "0 to 271", "tokenizer")),

@@ -41,23 +41,18 @@ LEFT_BEHIND = {
 }
 
 
-def leave_default_config(folder, kind):
-    path = folder / "accelerate/default_config.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_text(yaml.safe_dump(WIZARD | LEFT_BEHIND[kind] | {"distributed_type": kind}))
-    return path
-
-
 @pytest.fixture
 def default_config(launch, tmp_path, monkeypatch):
     """`default_config(kind)` -> what `accelerate launch -m longctx.train` starts with such a file left behind."""
 
     def left(kind):
-        path = str(leave_default_config(tmp_path, kind))
+        path = tmp_path / "accelerate/default_config.yaml"
+        path.parent.mkdir(parents=True)
+        path.write_text(yaml.safe_dump(WIZARD | LEFT_BEHIND[kind] | {"distributed_type": kind}))
         monkeypatch.setenv("HF_HOME", str(tmp_path))
         # accelerate works the path out when it is imported, longctx when it reads the profile.
         for module in ("accelerate.commands.launch", "accelerate.commands.config.config_args"):
-            monkeypatch.setattr(f"{module}.default_config_file", path)
+            monkeypatch.setattr(f"{module}.default_config_file", str(path))
         return launch(None)
 
     return left
@@ -69,11 +64,6 @@ def test_default_config_left_behind_works(kind, default_config):
     assert (run.dims.world_size, run.dims.sp) == (2, 2)
     assert run.engine == ("deepspeed" if kind == "DEEPSPEED" else "fsdp2")
     assert run.facts.launcher.launched == (kind not in ("NO", "MULTI_CPU"))
-
-
-def test_use_cpu_of_a_default_config_is_ours(default_config, monkeypatch):
-    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 8)
-    assert resolve_launched(default_config("NO"), TINY).use_cpu
 
 
 def test_default_config_of_another_engine_is_refused_with_its_path(default_config, tmp_path):
@@ -101,19 +91,9 @@ ROWS = [20, 60, 90, 200, 256, 31, 77, 150, 64, 12, 240, 180]
 
 
 def common(output, data):
-    flags = ["--model_name_or_path", "tiny", "--dataset_name", data, "--max_length", "256", "--max_steps", "2"]
-    flags += ["--logging_steps", "1", "--save_strategy", "no", "--gradient_checkpointing", "False"]
-    return [
-        *flags,
-        "--disable_tqdm",
-        "True",
-        "--report_to",
-        "none",
-        "--output_dir",
-        str(output),
-        "--use_cpu",
-        "--explain",
-    ]
+    flags = "--model_name_or_path tiny --max_length 256 --max_steps 2 --logging_steps 1 --save_strategy no --use_cpu"
+    flags += " --gradient_checkpointing False --disable_tqdm True --report_to none --explain"
+    return [*flags.split(), "--dataset_name", data, "--output_dir", str(output)]
 
 
 def logged(output):
@@ -122,16 +102,11 @@ def logged(output):
     return [entry for entry in history if "loss" in entry]
 
 
-def start(command, tmp_path, *arguments, data, output="out", env=None):
+def start(command, tmp_path, *arguments, data, output="out"):
     """Run a training of two steps; returns (exit code, everything printed, {step: log entry})."""
-    done = subprocess.run(
-        [*command, *common(tmp_path / output, data), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
-    )
+    command = [*command, *common(tmp_path / output, data), *arguments]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=REPOSITORY, env=env)
     return done.returncode, done.stdout + done.stderr, logged(tmp_path / output)
 
 
@@ -173,17 +148,6 @@ def test_kernel_that_is_used_is_printed(one_device):
     assert re.search(r"attention kernel .*CPU.*packed-exact, flash_attention_2 was asked for", line)
 
 
-@pytest.mark.long  # test_refusals.py has an error of a launch in a plain run
-def test_contradiction_in_a_launch_is_one_line_before_the_processes_meet(data, tmp_path):
-    code, printed, log = start(profile_command("context_parallel_2gpu"), tmp_path, "--sp", "4", data=data)
-    assert code != 0
-    assert not log
-    lines = [line for line in printed.splitlines() if line.startswith("longctx:")]
-    assert len(lines) == 1
-    assert re.search(r"error: --sp 4 .*parallelism_config_cp_size 2", lines[0])
-    assert printed.rstrip().splitlines()[-2].startswith("  traceback : --sp 4")  # the launcher's closing report
-
-
 def stock_sharding(arguments):
     """Train in this process; returns what accelerate knows of sequence parallelism, and the variables left over.
 
@@ -211,50 +175,38 @@ def test_stock_sharding_is_never_switched_on(launch, data, tmp_path, monkeypatch
     """With the environment that the profile makes the launcher export, the Accelerator knows of no cp and no sp."""
     for name, value in launch(CONFIGS / "context_parallel_2gpu.yaml")["env"].items():
         monkeypatch.setenv(name, value)
-    arguments = ["--model_name_or_path", "tiny", "--dataset_name", data, "--max_length", "256", "--max_steps", "1"]
-    arguments += ["--use_cpu", "True", "--report_to", "none", "--output_dir", str(tmp_path), "--save_strategy", "no"]
-    arguments += ["--disable_tqdm", "True"]
     assert os.environ["PARALLELISM_CONFIG_CP_SIZE"] == "2"
-    assert run_ranks(2, f"{__name__}:stock_sharding", arguments) == [(2, (1, 1, 1), [])] * 2
+    assert run_ranks(2, f"{__name__}:stock_sharding", common(tmp_path, data)) == [(2, (1, 1, 1), [])] * 2
 
 
 # Real runs that take minutes together
 
 
-ON_TWO = ("--num_processes", "2")
 PROFILES = {
     **{
-        f"{name} at sp {sp}": (name, ON_TWO, f"--sp {sp} --per_device_train_batch_size {sp}", ())
+        f"{name} at sp {sp}": (name, "--num_processes 2", sp, f"--sp {sp}", [])
         for name in ("zero1", "zero2", "zero3", "fsdp2", "multi_gpu")
         for sp in (1, 2)
     },
-    "ring": (
-        "context_parallel_2gpu",
-        (),
-        "--per_device_train_batch_size 2",
-        ("sp 2 (ring 2 × ulysses 1)", "engine    fsdp2"),
-    ),
+    "ring": ("context_parallel_2gpu", "", 2, "", ["sp 2 (ring 2 × ulysses 1)", "engine    fsdp2"]),
     "Ulysses": (
         "alst_ulysses_4gpu",
-        (),
-        "--per_device_train_batch_size 1",
-        ("dp_shard 2 × sp 2 (ring 1 × ulysses 2)", "engine    deepspeed ZeRO-3"),
+        "",
+        1,
+        "",
+        ["dp_shard 2 × sp 2 (ring 1 × ulysses 2)", "engine    deepspeed ZeRO-3"],
     ),
-    "hybrid": (
-        "hybrid_8gpu",
-        ("--num_processes", "4"),
-        "--sp 4 --sp_backend hybrid --per_device_train_batch_size 2",
-        ("sp 4 (ring 2 × ulysses 2)",),
-    ),
+    "hybrid": ("hybrid_8gpu", "--num_processes 4", 2, "--sp 4 --sp_backend hybrid", ["sp 4 (ring 2 × ulysses 2)"]),
 }
-"""Profiles with their launcher's flags, the run's flags, and what is printed."""
+"""Profiles with their launcher's flags, the run's micro-batch and other flags, and what is printed."""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", PROFILES)
 def test_profile_equals_one_device(case, one_device, data, tmp_path):
-    name, launcher, flags, printed = PROFILES[case]
-    outcome = start(profile_command(name, *launcher), tmp_path, *flags.split(), data=data)
+    name, launcher, micro_batch, flags, printed = PROFILES[case]
+    flags = ["--per_device_train_batch_size", str(micro_batch), *flags.split()]
+    outcome = start(profile_command(name, *launcher.split()), tmp_path, *flags, data=data)
     check_first_step(outcome, one_device)
     assert all(part in outcome[1] for part in printed)
     assert (tmp_path / "out/model.safetensors").is_file()
@@ -273,17 +225,6 @@ def test_replicas_equal_one_device(sp, micro, data, tmp_path):
 
 
 @pytest.mark.long
-def test_replicas_of_a_profile(data, one_device, tmp_path):
-    profile = yaml.safe_load((CONFIGS / "fsdp2.yaml").read_text()) | {"num_processes": 4}
-    profile["parallelism_config"] = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_cp_size": 2}
-    (tmp_path / "own.yaml").write_text(yaml.safe_dump(profile))
-    command = [*ACCELERATE, "--config_file", str(tmp_path / "own.yaml"), "--main_process_port", "0", *TRAIN]
-    outcome = start(command, tmp_path, "--per_device_train_batch_size", "1", data=data)
-    check_first_step(outcome, one_device)
-    assert "dp_replicate 2 × dp_shard 1 × sp 2" in outcome[1]
-
-
-@pytest.mark.long
 def test_torchrun_and_accelerate_config(one_device, data, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4", *TRAIN]
     flags = ["--per_device_train_batch_size", "1", "--sp", "2"]
@@ -291,16 +232,6 @@ def test_torchrun_and_accelerate_config(one_device, data, tmp_path):
     named = [sys.executable, *TRAIN, "--accelerate_config", "context_parallel_2gpu"]
     flags = ["--per_device_train_batch_size", "2"]
     check_first_step(start(named, tmp_path, *flags, data=data, output="named"), one_device)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "FSDP"])
-def test_default_config_left_behind_trains(kind, one_device, data, tmp_path):
-    leave_default_config(tmp_path, kind)
-    flags = ["--sp", "2", "--per_device_train_batch_size", "2"]
-    outcome = start([*ACCELERATE, *TRAIN], tmp_path, *flags, data=data, env={"HF_HOME": str(tmp_path)})
-    check_first_step(outcome, one_device)
-    assert (tmp_path / "out/model.safetensors").is_file()
 
 
 @pytest.mark.long

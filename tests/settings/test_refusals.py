@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 from multiprocessing.connection import Listener
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ from longctx.train import main
 pytestmark = pytest.mark.usefixtures("single_process")
 
 OWN = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib"]
+RING, ULYSSES = ["--sp", "2", "--sp_backend", "ring"], ["--sp", "2", "--sp_backend", "ulysses"]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -32,9 +34,8 @@ def test_sp_does_not_divide_the_processes(refused, monkeypatch):
 
 
 def test_dp_replicate_does_not_divide(refused):
-    refused(
-        "--dp_replicate", "3", "--num_processes", "4", parts=("--dp_replicate 3", "4 data-parallel", "divisor of 4")
-    )
+    parts = ("--dp_replicate 3", "4 data-parallel", "divisor of 4")
+    refused("--dp_replicate", "3", "--num_processes", "4", parts=parts)
 
 
 def test_more_ranks_than_devices(refused, monkeypatch, without_preflight):
@@ -106,7 +107,7 @@ def test_ulysses_lists_the_legal_sizes_where_heads_do_not_fit(refused):
         (["--engine", "fsdp2"], ("fsdp2", "this run has one")),
         (["--sp", "2", "--dp_replicate", "2", "--engine", "deepspeed"], ("--dp_replicate 2", "--engine fsdp2")),
         (["--dp_replicate", "2"], ("--dp_replicate 2", "2 processes", "leave it out")),
-        (["--sp", "2", "--pad_to_multiple_of", "6"], ("--pad_to_multiple_of 6", "multiple of 4", "use 12")),
+        ([*RING, "--pad_to_multiple_of", "6"], ("--pad_to_multiple_of 6", "multiple of 4", "use 12")),
         (["--pad_to_multiple_of", "many"], ("--pad_to_multiple_of many", "auto")),
         (["--max_grad_norm", "-1"], ("--max_grad_norm -1", "0 stands for no clipping")),
         (["--accelerate_config", "fsdp9"], ("--accelerate_config fsdp9", "fsdp2")),
@@ -117,12 +118,9 @@ def test_ulysses_lists_the_legal_sizes_where_heads_do_not_fit(refused):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_flags_that_contradict_each_other_or_their_limits(arguments, parts, refused):
-    if "--sp_backend" not in arguments and "--sp" in arguments and "--engine" not in arguments:
-        arguments = [*arguments, "--sp_backend", "ring"] if "--cp" not in arguments else arguments
     refused(*arguments, parts=parts)
 
 
-RING, ULYSSES = ["--sp", "2", "--sp_backend", "ring"], ["--sp", "2", "--sp_backend", "ulysses"]
 MEMORY_OPTIONS = {
     "overlap of no exchange": (
         "--sp 2 --sp_backend ring --overlap_exchange True",
@@ -199,31 +197,22 @@ def test_memory_options_that_the_run_has_no_place_for(case, refused):
 
 
 @pytest.mark.parametrize(
-    ("device", "stage", "parts"),
-    [
-        (["--offload_param_device", "cpu"], "2", ("--offload_param_device cpu", "ZeRO-3", "the run has ZeRO-2")),
-        (
-            ["--offload_optimizer_device", "nvme", "--offload_optimizer_nvme_path", "."],
-            "2",
-            ("--offload_optimizer_device nvme", "ZeRO-3", "the run has ZeRO-2"),
-        ),
-    ],
+    "flags",
+    ["--offload_param_device cpu", "--offload_optimizer_device nvme --offload_optimizer_nvme_path ."],
 )
-def test_offloading_that_the_zero_stage_does_not_have(device, stage, parts, refused, launched_by_accelerate):
+def test_offloading_that_the_zero_stage_does_not_have(flags, refused, launched_by_accelerate):
     launched_by_accelerate("ACCELERATE_USE_DEEPSPEED", "true")
-    launched_by_accelerate("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage)
-    refused(*OWN, *device, "--dry_run", parts=parts)
+    launched_by_accelerate("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    device, value, *path = flags.split()
+    refused(*OWN, device, value, *path, "--dry_run", parts=(f"{device} {value}", "ZeRO-3", "the run has ZeRO-2"))
 
 
 def test_host_memory_that_is_not_there(refused, monkeypatch, without_preflight):
     monkeypatch.setattr("longctx.settings.machine_checks.available_host_memory", lambda: 2**30)
     offloads = [*OWN, *RING, "--activation_offloading", "True", "--per_device_train_batch_size", "1"]
     assert main([*offloads, "--max_length", "65536", "--dry_run"]) == 0
-    refused(
-        *offloads,
-        *("--max_length", "8388608"),
-        parts=("GiB of host memory", "2 processes", "checkpoints", "1.0 GiB are available", "--max_length"),
-    )
+    parts = ("GiB of host memory", "2 processes", "checkpoints", "1.0 GiB are available", "--max_length")
+    refused(*offloads, "--max_length", "8388608", parts=parts)
 
 
 def test_a_folder_for_temporary_files_too_deep_for_workers_sockets(refused, monkeypatch):
@@ -243,12 +232,9 @@ def test_disk_and_op_that_are_not_there(refused, monkeypatch, tmp_path):
     flags = [*OWN, *ULYSSES, "--offload_optimizer_device", "nvme", "--offload_optimizer_nvme_path", str(tmp_path)]
     monkeypatch.setattr("longctx.settings.machine_checks._has_async_io", lambda use_cpu: False)
     refused(*flags, parts=("nvme", "async_io", "libaio-dev", "ds_report"))
-    monkeypatch.setattr("longctx.settings.machine_checks.shutil.disk_usage", lambda folder: FullDisk)
+    full = SimpleNamespace(free=1000)
+    monkeypatch.setattr("longctx.settings.machine_checks.shutil.disk_usage", lambda folder: full)
     refused(*flags, parts=(f"--offload_optimizer_nvme_path {tmp_path}", "0.0 GiB free"))
-
-
-class FullDisk:
-    free = 1000
 
 
 @pytest.mark.parametrize(
@@ -283,28 +269,22 @@ def test_tensor_parallel_profile(refused, launched_by_accelerate):
     refused(parts=("parallelism_config_tp_size 2", "Set it to 1", "torchtitan"))
 
 
+def make_old(package, monkeypatch):
+    installed = importlib.metadata.version
+    found = "longctx.settings.machine_checks.version"
+    monkeypatch.setattr(found, lambda name: "0.1.2" if name == package else installed(name))
+
+
 @pytest.mark.parametrize(
     ("package", "arguments"),
-    [
-        ("torch", []),
-        ("transformers", []),
-        ("trl", []),
-        ("accelerate", ["--sp", "2", "--sp_backend", "ring"]),
-        ("deepspeed", ["--sp", "2", "--sp_backend", "ulysses"]),
-    ],
+    [("torch", []), ("transformers", []), ("trl", []), ("accelerate", RING), ("deepspeed", ULYSSES)],
 )
 def test_package_versions_below_the_minimum(package, arguments, refused, monkeypatch):
-    installed = importlib.metadata.version
-    monkeypatch.setattr(
-        "longctx.settings.machine_checks.version", lambda name: "0.1.2" if name == package else installed(name)
-    )
+    make_old(package, monkeypatch)
     refused(*arguments, parts=(f"{package} 0.1.2 is installed", " needs ", f"pip install -U '{package}>="))
 
 
 @pytest.mark.long
 def test_a_backend_asks_only_for_what_it_needs(monkeypatch):
-    installed = importlib.metadata.version
-    monkeypatch.setattr(
-        "longctx.settings.machine_checks.version", lambda name: "0.1.2" if name == "deepspeed" else installed(name)
-    )
-    assert main(["--sp", "2", "--sp_backend", "ring", "--dry_run"]) == 0
+    make_old("deepspeed", monkeypatch)
+    assert main([*RING, "--dry_run"]) == 0

@@ -150,7 +150,7 @@ def _errors_shown(pipe):
 
 
 def test_a_worker_shows_all_errors_while_it_has_a_parent():
-    """tests/launch/test_faults.py kills the parent."""
+    """tests/launch/test_security_launch.py kills the parent."""
     receiver, sender = get_context("fork").Pipe(duplex=False)
     worker = get_context("fork").Process(target=_errors_shown, args=(sender,))
     worker.start()

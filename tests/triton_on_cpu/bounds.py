@@ -109,14 +109,11 @@ def _check(kind: str, program: tuple[int, ...], pointers: TensorHandle, mask: Te
     inside = (at >= 0) & (addresses + width <= _Launch.ends[np.maximum(at, 0)])
     if inside.all():
         return
+    intervals = zip(_Launch.starts.tolist(), _Launch.ends.tolist(), strict=True)
     first = int(addresses[~inside][0])
-    distances = [(min(abs(first - int(s)), abs(first - int(e))), int(s), int(e)) for s, e in _all_intervals()]
+    distances = [(min(abs(first - int(s)), abs(first - int(e))), int(s), int(e)) for s, e in intervals]
     _, start, end = min(distances)
     raise OutOfBounds(
         f"{kind} out of bounds in {_Launch.name}, program {program}: {int((~inside).sum())} of {addresses.size} lanes; "
         f"the first is {first - start:+d} bytes from the start of the nearest tensor, which has {end - start}"
     )
-
-
-def _all_intervals() -> Iterator[tuple[int, int]]:
-    yield from zip(_Launch.starts.tolist(), _Launch.ends.tolist(), strict=True)
