@@ -44,7 +44,7 @@ def break_loss():
 
 def break_count():
     """Each rank counts the label tokens of its own micro-batches only."""
-    longctx.parallel.SequenceParallel.begin_step = lambda self, layouts, *counts: SimpleNamespace(
+    longctx.parallel.SequenceParallel.begin_step = lambda self, layouts, *counts, error=None: SimpleNamespace(
         read=lambda: [layouts[0].num_targets]
     )
 

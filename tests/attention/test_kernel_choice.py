@@ -372,6 +372,34 @@ def test_cudnn_takes_long_documents_that_are_alone(monkeypatch):
     assert calls == [("cuDNN", "backward"), ("aten varlen flash", "backward")]
 
 
+def test_cudnn_plans_only_for_shapes_that_recur_and_for_so_many(monkeypatch):
+    """A ring's blocks have other shapes with every pack; the layers of one batch share its entries."""
+    for kernel in (CudnnKernel, AtenFlashKernel):
+        monkeypatch.setattr(kernel, "fits", lambda *_: True)
+        monkeypatch.setattr(kernel, "forward", lambda self, *_: self.name)
+    monkeypatch.setattr(choose, "disagreement", lambda *_: None)
+    monkeypatch.setattr(choose, "LONG_DOCUMENT", 64)
+    monkeypatch.setattr(choose, "MAX_PLANS", 2)
+    monkeypatch.setattr(choose, "REMEMBERED_SHAPES", 3)
+    chosen = first_exact([CudnnKernel(), AtenFlashKernel()], Inputs(CPU, torch.bfloat16, 16, 1))
+
+    def by(entries):
+        return chosen.forward(*[torch.empty(0)] * 3, entries, 1.0)
+
+    first, others = make_entries([(10, 64)], False), [make_entries([(10, 64)], False) for _ in range(2)]
+    assert [by(first) for _ in range(36)] == ["aten varlen flash"] * 36
+    assert chosen.operator(first) is not None
+    assert [by(entries) for entries in others] == ["cuDNN"] * 2
+    assert chosen.operator(others[0]) is not None
+    assert by(first) == "cuDNN"  # its backward pass, maybe: there is a plan
+    passing = [make_entries([(11, keys)], False) for keys in range(64, 164)]
+    assert {by(entries) for entries in passing} == {"aten varlen flash"}
+    assert len(chosen._first) == 3
+    assert by(make_entries([(11, 64)], False)) == "aten varlen flash"  # forgotten meanwhile
+    again = [by(make_entries([(11, keys)], False)) for keys in (162, 163)]
+    assert again == ["cuDNN", "aten varlen flash"]  # the second would be a third plan
+
+
 def test_dtypes_and_head_sizes_that_no_kernel_knows_are_refused():
     with pytest.raises(ValueError, match=r"torch.int32. Use one of torch.float64, .*torch.bfloat16"):
         choose_kernel(Inputs(CPU, torch.int32, 64))

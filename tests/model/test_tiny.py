@@ -48,6 +48,15 @@ def test_weights_do_not_change_in_another_process_or_under_zero3() -> None:
     assert run_ranks(1, f"{__name__}:checksum_under_zero3") == [expected]
 
 
+def test_global_random_state_is_untouched_and_unread() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    weights = _checksum(tiny_model())
+    assert torch.equal(torch.rand(4), expected)
+    assert _checksum(tiny_model()) == weights
+
+
 def test_saved_folder_loads_with_the_auto_classes(tmp_path) -> None:
     model, tokenizer = tiny_model(), tiny_tokenizer()
     model.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Ranks that hang or end while others wait for them."""
+"""Ranks that hang or end while others wait for them, and objects that stay out of GPU memory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from longctx.launch.failures import failures_told
 from longctx.launch.store import meeting_point, private_folder, store_file
-from longctx.ranks.agreement import main_process_first, on_all_ranks
-from longctx.ranks.hang import WATCH, limit_waiting, patience, record_collectives
+from longctx.ranks.agreement import broadcast_object, gather_objects, main_process_first, on_all_ranks
+from longctx.ranks.hang import WATCH, describe_hang, limit_waiting, patience, record_collectives
+from longctx.ranks.peers import current_peers
 from tests.hosts import wait_until
 from tests.workers import run_ranks, start_warm_server
 
@@ -40,6 +41,8 @@ class Ended(NamedTuple):
     codes: list[int]
     reported: dict[int, str]
     """Why the run has failed, by the ranks that say so."""
+    store_calls: int
+    """Calls to the store from the fault on, of all ranks."""
     printed: list[str]
     stacks: dict[str, str]
     seconds: float
@@ -67,6 +70,7 @@ def run_with_fault(fault, bad, world_size, *, keeps_store=False):
         return Ended(
             codes,
             {rank: report["message"]["message"] for rank, report in reports.items()},
+            sum(int(path.read_text()) for path in folder.glob("calls-*")),
             [line for line in (folder / "log").read_text().splitlines() if line.startswith("longctx: error: ")],
             {path.name: path.read_text() for path in folder.glob("hang/*")},
             seconds,
@@ -81,20 +85,36 @@ def be_rank(rank, world_size, fault, bad, folder, store):
     os.dup2(log, 1)
     os.dup2(log, 2)
     dist.init_process_group("gloo", **meeting_point(os.environ))
-    with failures_told(lambda: "Resume.", TIMEOUT, folder):
-        on_all_ranks(lambda: None)
-        if fault == "killed before its turn":
+    calls = count_calls()
+    try:
+        with failures_told(lambda: "Resume.", TIMEOUT, folder):
+            on_all_ranks(lambda: None)
+            if fault == "killed before its turn":
+                if rank == bad:
+                    threading.Timer(1.0, meet, [fault, folder]).start()
+                report = folder / "error-2"
+                main_process_first(
+                    lambda: wait_until(report.exists, "rank 2's report", 20) if rank == 0 else None, folder
+                )
+            limit_waiting(TIMEOUT, folder)
+            dist.barrier()
+            calls.clear()
+            if fault == "killed in a meeting":
+                on_all_ranks(lambda: meet(fault, folder) if rank == bad else None)
             if rank == bad:
-                threading.Timer(1.0, meet, [fault, folder]).start()
-            report = folder / "error-2"
-            main_process_first(lambda: wait_until(report.exists, "rank 2's report", 20) if rank == 0 else None, folder)
-        limit_waiting(TIMEOUT, folder)
-        dist.barrier()
-        if fault == "killed in a meeting":
-            on_all_ranks(lambda: meet(fault, folder) if rank == bad else None)
-        if rank == bad:
-            meet(fault, folder)
-        dist.all_reduce(torch.ones(1))
+                meet(fault, folder)
+            dist.all_reduce(torch.ones(1))
+    finally:
+        (folder / f"calls-{rank}").write_text(str(len(calls)))
+
+
+def count_calls():
+    """The names of calls to stores from here on."""
+    calls = []
+    for name in ("set", "get", "add", "check", "compare_set", "multi_get", "wait"):
+        call = getattr(dist.Store, name)
+        setattr(dist.Store, name, lambda *arguments, name=name, call=call: calls.append(name) or call(*arguments))
+    return calls
 
 
 def meet(fault, folder):
@@ -137,6 +157,12 @@ def test_what_a_rank_raises_is_known_to_all_although_it_keeps_the_store():
     for rank in (1, 2):
         assert re.fullmatch(f"another rank failed first: {stopped}", ended.reported[rank])
     assert len(ended.printed) == 1  # beside the traceback
+
+
+def test_a_failure_takes_a_few_calls_to_the_store_from_each_rank():
+    """If each asked about all others, they would be three times as many on three times as many ranks."""
+    small, large = (run_with_fault("killed", 1, ranks).store_calls / ranks for ranks in (4, 12))
+    assert 0 < large < small + 4
 
 
 @pytest.mark.long
@@ -214,6 +240,25 @@ def test_a_rank_that_waits_in_a_meeting_does_not_hang(tmp_path):
     assert run_ranks(2, f"{__name__}:work_while_another_waits", str(tmp_path)) == [([], False), (["rank-1.txt"], False)]
 
 
+def many_places(folder):
+    """What is said of a hang of 40 ranks at 20 places."""
+    peers, folder = current_peers(), Path(folder, os.environ["RANK"])
+    peers.world_size = 40
+    folder.mkdir()
+    stack = '  File "/code/part.py", line {}, in part\n    work()\n'
+    for rank in range(40):
+        (folder / f"rank-{rank}.txt").write_text(stack.format(rank % 20) + "\nrank, innermost frames first:\n")
+    return describe_hang(peers, folder)
+
+
+def test_a_hang_at_many_places_takes_few_lines(tmp_path):
+    first, *lines = run_ranks(2, f"{__name__}:many_places", str(tmp_path))[0]
+    assert re.fullmatch(r"in no collective: rank 0 \(.*\), rank 1.*, rank 2, rank 3, 36 more", first)
+    assert lines[0] == "  ranks 0, 20 in no collective: /code/part.py:0 in part"
+    assert lines[10] == "  and 10 more places"
+    assert len(lines) == 12
+
+
 def test_variables_of_the_flight_recorder_that_are_set_stay(tmp_path):
     env = {"TORCH_FR_BUFFER_SIZE": "7"}
     record_collectives(tmp_path, env)
@@ -222,3 +267,29 @@ def test_variables_of_the_flight_recorder_that_are_set_stay(tmp_path):
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/hang/collectives-",
     }
+
+
+# Objects
+
+
+def objects_over_nccl():
+    """The groups that objects travel in, over a group that is said to be one of NCCL alone; and what arrives."""
+    dist.get_backend_config = lambda group=None: NCCL_ALONE
+    groups = []
+    for name in ("all_gather_object", "broadcast_object_list"):
+        call = getattr(dist, name)
+
+        def recorded(*arguments, call=call, group=None):
+            groups.append(group)
+            return call(*arguments, group=group)
+
+        setattr(dist, name, recorded)
+    rank = dist.get_rank()
+    arrived = gather_objects(rank), gather_objects("x"), broadcast_object(f"of {rank}")
+    assert len(set(groups)) == 1
+    assert groups[0] is not dist.group.WORLD
+    return dist.get_backend(groups[0]), arrived
+
+
+def test_objects_do_not_travel_through_gpu_memory():
+    assert run_ranks(2, f"{__name__}:objects_over_nccl") == [("gloo", ([0, 1], ["x", "x"], "of 0"))] * 2
