@@ -37,6 +37,9 @@ PASSED_ON_GRADIENTS = 8 * FP32
 """For each element of the keys: dk and dv in fp32 if a gather passes them on from rank to rank, as torch's context
 parallelism does: the sum, the current block's, those being sent and those arriving."""
 
+NORM_BACKWARD_STEPS = 5
+"""fp32 tensors that the backward pass of transformers' RMSNorm makes besides its input's gradient."""
+
 Sizes = dict[str, Any]
 """Bytes by category; arrays if the shape has arrays."""
 
@@ -47,6 +50,8 @@ class Layer(NamedTuple):
     norm_before_attention: float
     """Saved by this norm, by the matrices after it, and by the norms of queries and keys."""
     norm_before_mlp: float
+    norm_backward: float
+    """Made by the backward pass of the norm before the MLP."""
     attention: float
     """Saved for attention's backward pass."""
     attention_backward: float
@@ -71,13 +76,14 @@ def layer_bytes(shape: RunShape) -> Layer:
     saved_heads, made, exchange = _attention(shape)
     if shape.fused_layers or shape.options.tiled_mlp_num_shards is not None:  # norms are tiled, too
         casts = (1, 1) if stream == b else (3, 2)  # autocast makes one each for q, k and v, and for gate and up
-        norms, of_norm = (casts[0] * b * h, (stream + casts[1] * b) * h), b
+        norms, of_norm, steps = (casts[0] * b * h, (stream + casts[1] * b) * h), b, stream
     else:
-        norms, of_norm = _norms(h, b, stream), 4 + b
+        norms, of_norm, steps = _norms(h, b, stream), 4 + b, NORM_BACKWARD_STEPS * FP32
     tensors, tensors_backward = (3, 1) if shape.fused_layers else (4, 2)  # gate, up, (activation,) product
     return Layer(
         norm_before_attention=norms[0] + of_norm * model.head_norm_width,
         norm_before_mlp=norms[1] + of_norm * (model.norm_width - 2 * h),
+        norm_backward=(stream + steps) * h,
         attention=saved_heads + LOG_SUM_EXP_BYTES * model.num_heads,
         attention_backward=made,
         exchange=exchange,
@@ -200,6 +206,10 @@ def whole_moments(shape: RunShape, layer: Layer, tokens: float) -> dict[str, Siz
             "attention": (layer.attention + layer.attention_backward) * tokens,
             "exchange": layer.exchange * tokens + maps,
             "scan": scan,
+        },
+        "norm": {
+            "hidden states": (layer.norm_before_attention + FP32 * model.hidden_size + layer.norm_backward) * tokens,
+            "attention": layer.attention * tokens,
         },
         "MLP": {
             "hidden states": (layer.norm_before_attention + layer.norm_before_mlp) * tokens,
