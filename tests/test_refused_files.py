@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets import Features, IterableDataset, Value
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -21,6 +22,7 @@ from longctx.settings.launcher import read_profile
 from longctx.training.checkpoint.files import Manifest, read_manifest, write_manifest
 from longctx.training.checkpoint.storage import StateReader
 from longctx.training.dataset import read_template
+from tests.data.tables import table_bytes
 from tests.training.test_key_fields import identity
 
 
@@ -113,6 +115,23 @@ def test_arrow_streams_that_are_not_whole_are_named(change, words, tmp_path):
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(ValueError, match=words):
         load_records(str(path))
+
+
+def test_a_parquet_file_of_other_rows_than_it_states_is_named(tmp_path):
+    """Bytes that pyarrow believes: it then returns fewer rows than the file states, or more, without an error."""
+    whole, believed = table_bytes(pa.table({"text": [f"document {number}" for number in range(7)]}), ".parquet"), 0
+    for at in range(len(whole)):
+        path = tmp_path / f"{at}.parquet"
+        path.write_bytes(whole[:at] + b"\0" + whole[at + 1 :])
+        try:
+            rows = sum(batch.num_rows for batch in pq.ParquetFile(path).iter_batches())
+        except Exception:
+            continue
+        if rows != 7:
+            believed += 1
+            with pytest.raises(ValueError, match=f"{at}.parquet: not a readable parquet file"):
+                load_records(str(path))
+    assert believed
 
 
 def test_a_slice_without_records_is_named(tmp_path):
