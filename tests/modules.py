@@ -1,4 +1,4 @@
-"""Scripts of other folders as modules."""
+"""Load scripts outside of packages, such as those of examples/, as modules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def load(path: Path) -> ModuleType:
-    """The module that a file makes, under the file's name; it is executed anew each time."""
+    """Execute a file, and return it as a module with the file's name. Each call executes it again."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

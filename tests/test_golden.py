@@ -1,4 +1,7 @@
-"""What longctx computes is what tests/golden has recorded: `.ci/run` trains two of the runs, `pytest -m long` all."""
+"""What longctx computes equals what tests/golden has recorded.
+
+`.ci/run` trains two of the recorded runs, and `pytest -m long` all of them.
+"""
 
 from __future__ import annotations
 

@@ -235,12 +235,12 @@ def _open(file: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
 
 def _all_rows(parquet: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
     """Yield a file's rows, and check their number: a damaged page may give fewer, or more, without an error."""
-    missing = parquet.metadata.num_rows
+    found, stated = 0, parquet.metadata.num_rows
     for batch in parquet.iter_batches(_ROWS_AT_A_TIME):
-        missing -= batch.num_rows
+        found += batch.num_rows
         yield batch
-    if missing:
-        raise pa.ArrowInvalid(f"{missing} of its {parquet.metadata.num_rows} rows are missing")
+    if found != stated:
+        raise pa.ArrowInvalid(f"its pages hold {found} rows, and its footer states {stated}")
 
 
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"

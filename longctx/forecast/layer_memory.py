@@ -36,9 +36,9 @@ RING_QUERY_GRADIENTS = 2 * FP32
 PASSED_ON_GRADIENTS = 8 * FP32
 """For each element of the keys: dk and dv in fp32 if a gather passes them on from rank to rank, as torch's context
 parallelism does: the sum, the current block's, those being sent and those arriving."""
-
-NORM_BACKWARD_STEPS = 5
-"""fp32 tensors that the backward pass of transformers' RMSNorm makes besides its input's gradient."""
+NORM_BACKWARD = 5 * FP32
+"""For each element of the hidden states: what the backward pass of transformers' RMSNorm makes in fp32 besides the
+gradient of its input."""
 
 Sizes = dict[str, Any]
 """Bytes by category; arrays if the shape has arrays."""
@@ -76,14 +76,14 @@ def layer_bytes(shape: RunShape) -> Layer:
     saved_heads, made, exchange = _attention(shape)
     if shape.fused_layers or shape.options.tiled_mlp_num_shards is not None:  # norms are tiled, too
         casts = (1, 1) if stream == b else (3, 2)  # autocast makes one each for q, k and v, and for gate and up
-        norms, of_norm, steps = (casts[0] * b * h, (stream + casts[1] * b) * h), b, stream
+        norms, of_norm, in_backward = (casts[0] * b * h, (stream + casts[1] * b) * h), b, stream
     else:
-        norms, of_norm, steps = _norms(h, b, stream), 4 + b, NORM_BACKWARD_STEPS * FP32
+        norms, of_norm, in_backward = _norms(h, b, stream), 4 + b, NORM_BACKWARD
     tensors, tensors_backward = (3, 1) if shape.fused_layers else (4, 2)  # gate, up, (activation,) product
     return Layer(
         norm_before_attention=norms[0] + of_norm * model.head_norm_width,
         norm_before_mlp=norms[1] + of_norm * (model.norm_width - 2 * h),
-        norm_backward=(stream + steps) * h,
+        norm_backward=(stream + in_backward) * h,
         attention=saved_heads + LOG_SUM_EXP_BYTES * model.num_heads,
         attention_backward=made,
         exchange=exchange,

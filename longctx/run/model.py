@@ -47,10 +47,10 @@ from longctx.upstream.accelerate_internals import configure_fsdp, fsdp2_plugin
 def load(prepared: PreparedRun, *, whole: bool = False) -> PreTrainedModel:
     """Choose among the attention kernels that were asked for, and read the weights, on all ranks together.
 
-    On FSDP2, weights are on the meta device, except for rank 0's where ranks cannot read their rows by themselves.
+    On FSDP2, weights are on the meta device, except for rank 0's where it reads all of them.
 
     Args:
-        whole: whether rank 0 has to have all values of them.
+        whole: on FSDP2, have rank 0 read all weights, also where each rank could read its own rows.
 
     Raises:
         ValueError: if they cannot be read.

@@ -321,7 +321,7 @@ def test_delays_of_ranks_change_nothing():
 
 
 def refused_calls():
-    """Make calls that do not fit together, each of which is refused with these words; return how many there are."""
+    """Check that calls whose arguments do not fit together are refused, and return their number."""
     group = dist.group.WORLD
     q, fits = torch.randn(1, 3, 8, 4), plan_ring([0, 16], 2)
     two, bounds = q[:, :2], np.array([0, 16])

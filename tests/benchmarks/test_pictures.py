@@ -1,4 +1,4 @@
-"""Pictures of results: their legend and their labels, and the way to matplotlib."""
+"""Pictures of results: legend, labels, and the error where matplotlib is missing."""
 
 from __future__ import annotations
 

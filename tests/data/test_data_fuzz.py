@@ -62,7 +62,7 @@ def test_a_damaged_table_is_refused_or_has_all_its_rows(tmp_path, suffix, data):
 
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_a_truncated_table_is_refused(tmp_path, suffix):
-    """Also between batches: nothing but the missing end marker tells such a stream from a whole one of fewer rows."""
+    """Also an Arrow stream that ends between two batches, which only lacks its end marker."""
     whole = table_bytes(TABLE, suffix)
     for end in (*range(0, len(whole), len(whole) // 30), len(whole) - 1):
         path = write(tmp_path, suffix, whole[:end])

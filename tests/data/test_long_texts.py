@@ -30,7 +30,7 @@ STAGES = {
     "Unigram": (None, pre_tokenizers.Metaspace(prepend_scheme="first", split=True)),
     "fixed lengths": (None, pre_tokenizers.Sequence([pre_tokenizers.FixedLength(10), BYTES])),
 }
-"""Normalizers and pre-tokenizers, of BPE but for Unigram."""
+"""Normalizer and pre-tokenizer of each kind of tokenizer. All are BPE tokenizers, except for Unigram."""
 CUT = ("GPT-2", "Qwen", "Mistral")
 
 

@@ -1,4 +1,4 @@
-"""The runs that `training` records. Each is trained once in a process, with others of as many ranks."""
+"""The runs that `training` records. Each is trained once, in one group with others on as many ranks."""
 
 from __future__ import annotations
 

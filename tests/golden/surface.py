@@ -1,4 +1,4 @@
-"""What other people's code and scripts rely on: names, signatures, flags and commands.
+"""The interface that other people's code and scripts rely on: names, signatures, flags and commands.
 
 A name ends with `: IDENTIFIER`. Where one goes or its value changes, `--record` asks for a line that has the identifier
 in backticks under "Removed" or "Changed" in the section Unreleased of CHANGELOG.md. The group `texts` has exit

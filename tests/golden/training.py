@@ -129,7 +129,10 @@ def _manifest(run: Outcome) -> dict[str, Any] | None:
 
 
 def _described(path: Path) -> Any:
-    """What a file holds by name, with layers counted; "" for one that is not JSON or safetensors."""
+    """Return what a file holds by name.
+
+    That is the keys of a JSON file, and of a safetensors file how many layers have each tensor. Of other files, "".
+    """
     if path.suffix == ".safetensors":
         kinds = ((re.sub(r"layers\.\d+", "layers.*", name), kind) for name, (kind, _) in tensors_of(path).items())
         return {name: f"{count} × {kind}" for (name, kind), count in Counter(kinds).items()}

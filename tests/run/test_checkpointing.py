@@ -13,7 +13,7 @@ RUN += " --gradient_checkpointing True"
 
 
 def compared_shapes(model, folder):
-    """Return how often a run has read the shape of a saved tensor to compare it."""
+    """Train, and return how many tensors had their shape compared with that of the first computation."""
     from torch.utils import checkpoint
 
     from tests.training.test_training import log_of

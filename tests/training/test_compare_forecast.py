@@ -30,7 +30,7 @@ LOGS = {"tokens_per_second_per_device": 1702.2, "peak_memory_gib_max": 48.12}
 
 
 def printed(capsys, expected, logs, *given, steps=(3,), max_steps=20, **options):
-    """Return what is printed after each of these steps; `given` and `options` are those of CompareForecast."""
+    """Return what CompareForecast prints after each of these steps. It gets `given` and `options` as arguments."""
     callback, lines = CompareForecast(expected, *given, **options), []
     for step in steps:
         state = TrainerState(global_step=step, max_steps=max_steps)

@@ -410,7 +410,7 @@ def files_kept(flags, cache):
 
 @pytest.mark.long
 def test_a_ring_that_another_machine_plans_computes_the_reference_anew(saved_model, tmp_path):
-    """Speeds of links decide which rank holds which tokens, and so the order in which attention adds up."""
+    """The speeds of links decide which rank holds which tokens, and thereby in which order attention sums its terms."""
     data = write_lines(tmp_path / "pairs.jsonl", make_pairs())
     flags = [*flags_of("sigmoid", {}, saved_model, data, tmp_path / "out"), "--overwrite_output_dir", "True"]
     flags += ["--cp", "2", *PACKED, "--max_steps", "1"]
